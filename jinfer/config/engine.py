@@ -1,0 +1,103 @@
+"""EngineConfig: how a model is run. Every field can be set from YAML and from `--set field=value`."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from jinfer.errors import ConfigError
+
+DType = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutConfig:
+    """A mesh and the rules that map logical axes of arrays onto it.
+
+    Attributes:
+      mesh: mesh axis name -> number of devices. The product is the number of devices used.
+      rules: logical axis (vocab, kv_heads, ffn, ...) -> mesh axis, or None to replicate. Axes not named
+        are replicated.
+    """
+
+    mesh: dict[str, int] = dataclasses.field(default_factory=lambda: {"tensor": 1})
+    rules: dict[str, str | None] = dataclasses.field(
+        default_factory=lambda: {"vocab": "tensor", "kv_heads": "tensor", "ffn": "tensor"})
+
+    def __post_init__(self) -> None:
+        for axis, size in self.mesh.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ConfigError(f"layout.mesh.{axis}: must be a positive integer, got {size!r}")
+        for logical, axis in self.rules.items():
+            if axis is not None and axis not in self.mesh:
+                raise ConfigError(
+                    f"layout.rules.{logical}: mesh axis {axis!r} is not one of {', '.join(self.mesh)}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Attributes:
+      dtype: of weights and activations; auto is bfloat16 on TPU and GPU, float32 on CPU.
+      kv_dtype: of the KV pages; auto follows dtype.
+      quantization: int8 stores weights as int8 with one scale per output channel and multiplies by int8
+        activations scaled per token (W8A8); None keeps dtype.
+      max_rows: B, requests decoded together.
+      max_context: longest sequence, prompt and output; None takes the model's.
+      page_size: S, token positions in a KV page.
+      kv_pages: pages in the pool, the null page included; None sizes it from memory.
+      kv_memory_gb: memory for the KV pool in GiB; None takes what is left (accelerators: of
+        memory_utilization) or what max_rows full contexts need, whichever is smaller.
+      memory_utilization: share of device memory jinfer may use.
+      prefill_tokens: most prompt tokens computed in one step (the chunk budget).
+      decode_steps: tokens generated in one dispatch; more is less host work but coarser streaming.
+      max_logprobs: most alternatives a request may ask for.
+      max_stop_ids: most end and stop token ids a request may have.
+      max_logit_bias: most biased tokens a request may have.
+      warmup: compile every program before the first request.
+      forbid_compilation: after warm-up a compilation raises instead of counting.
+      compilation_cache: directory of the persistent compilation cache; None is
+        `<user cache>/jinfer/xla`; the empty string switches it off.
+      layout: mesh and sharding rules.
+    """
+
+    dtype: DType = "auto"
+    kv_dtype: DType = "auto"
+    quantization: Literal["int8"] | None = None
+    max_rows: int = 64
+    max_context: int | None = None
+    page_size: int = 16
+    kv_pages: int | None = None
+    kv_memory_gb: float | None = None
+    memory_utilization: float = 0.9
+    prefill_tokens: int = 512
+    decode_steps: int = 1
+    max_logprobs: int = 20
+    max_stop_ids: int = 16
+    max_logit_bias: int = 304
+    warmup: bool = True
+    forbid_compilation: bool = False
+    compilation_cache: str | Path | None = None
+    layout: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("max_rows", "page_size", "prefill_tokens", "decode_steps", "max_stop_ids"):
+            _positive(name, getattr(self, name))
+        for name in ("max_context", "kv_pages"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        for name in ("dtype", "kv_dtype"):
+            if getattr(self, name) not in ("auto", "float32", "bfloat16"):
+                raise ConfigError(f"{name}: must be auto, float32 or bfloat16, got {getattr(self, name)!r}")
+        if self.quantization not in (None, "int8"):
+            raise ConfigError(f"quantization: must be int8 or null, got {self.quantization!r}")
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise ConfigError(f"memory_utilization: must be in (0, 1], got {self.memory_utilization!r}")
+        if self.kv_memory_gb is not None and not self.kv_memory_gb > 0.0:
+            raise ConfigError(f"kv_memory_gb: must be positive, got {self.kv_memory_gb!r}")
+        if self.decode_steps > self.page_size:
+            raise ConfigError(f"decode_steps: {self.decode_steps} is more than page_size {self.page_size}; "
+                              "a row takes at most one new page a dispatch")
+
+
+def _positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name}: must be a positive integer, got {value!r}")

@@ -1,0 +1,63 @@
+"""Counters of one engine. Plain numbers, updated by the loop, read by everything that reports."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(slots=True)
+class Metrics:
+    """Totals since the engine was built (gauges are marked). Times in seconds, sizes in bytes.
+
+    Attributes:
+      requests_waiting, requests_running: gauges. requests_finished, requests_cancelled, requests_failed,
+      preemptions: requests.
+      prompt_tokens: of accepted requests. prefill_tokens: computed by prefill calls (recomputation included).
+      padded_prefill_tokens, padded_decode_rows: bucket padding computed for nothing.
+      output_tokens: sampled and kept. steps: turns of the loop with work. prefill_calls, decode_calls.
+      prefill_seconds, decode_seconds: device time of the calls, measured where results arrive.
+      host_seconds: planning, packing, dispatching and post-processing.
+      pages_total, pages_free: gauges. pages_peak: most pages held at once.
+      weight_bytes, kv_bytes, state_bytes, workspace_bytes: memory by class (workspace: largest program's temporaries).
+      warmup_compilations: programs compiled or loaded before serving; warmup_seconds; compilations: programs
+      compiled after warm-up (0 when all is well).
+    """
+
+    requests_waiting: int = 0
+    requests_running: int = 0
+    requests_finished: int = 0
+    requests_cancelled: int = 0
+    requests_failed: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    prefill_tokens: int = 0
+    padded_prefill_tokens: int = 0
+    padded_decode_rows: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+    prefill_calls: int = 0
+    decode_calls: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    host_seconds: float = 0.0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_peak: int = 0
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    state_bytes: int = 0
+    workspace_bytes: int = 0
+    warmup_compilations: int = 0
+    warmup_seconds: float = 0.0
+    compilations: int = 0
+
+    def snapshot(self) -> "Metrics":
+        """A copy that no longer changes."""
+        return dataclasses.replace(self)
+
+    def since(self, before: "Metrics") -> "Metrics":
+        """Counters minus those of an earlier snapshot; gauges, peaks and sizes as they are now."""
+        kept = {"requests_waiting", "requests_running", "pages_total", "pages_free", "pages_peak",
+                "weight_bytes", "kv_bytes", "state_bytes", "workspace_bytes", "warmup_compilations",
+                "warmup_seconds"}
+        return Metrics(**{
+            f.name: getattr(self, f.name) - (0 if f.name in kept else getattr(before, f.name))
+            for f in dataclasses.fields(self)})

@@ -1,0 +1,1 @@
+"""Attention of ragged query chunks over KV pages."""

@@ -1,0 +1,111 @@
+"""paged_attention in plain jnp: the truth in tests and the path CPUs run.
+
+Both forms walk the pages in blocks with an online softmax, so that a gathered block stays in cache and the
+work follows the real lengths: loops have dynamic trip counts. Gathers land heads-first, [.., K, C, H], where a
+dot needs no transpose (docs/performance.md has the layouts that lost).
+"""
+
+import jax
+import jax.numpy as jnp
+
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that a fully masked block gives no NaN
+DECODE_ROWS = 16  # rows walked together, sorted by length: the short ones stop early
+DECODE_BLOCK = 256  # positions a loop turn, decode
+CHUNK_QUERIES = 128  # queries of one tile
+CHUNK_BLOCK = 256  # positions a loop turn, chunks
+
+
+def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, window):
+    """One query a row: q [R, N, H], page_table [R, M], kv_lengths [R] -> [R, N, H]."""
+    rows, heads, width = q.shape
+    _, kv_heads, page_size, _ = k_pages.shape
+    order = jnp.argsort(-kv_lengths) if rows > DECODE_ROWS else jnp.arange(rows)
+    q = (q * jnp.asarray(scale, q.dtype)).reshape(rows, kv_heads, heads // kv_heads, width)[order]
+    page_table, lengths = page_table[order], kv_lengths[order]
+    per_block = max(1, min(DECODE_BLOCK // page_size, page_table.shape[1]))
+    page_table = _pad_columns(page_table, per_block)
+    outputs = []
+    for start in range(0, rows, DECODE_ROWS):
+        part = slice(start, start + DECODE_ROWS)
+        last = lengths[part] - 1
+        first = jnp.zeros_like(last) if window is None else jnp.maximum(last - window + 1, 0)
+        outputs.append(_walk(
+            q[part], k_pages, v_pages, page_table[part], first[:, None, None, None], last[:, None, None, None],
+            jnp.min(first), jnp.max(last) + 1, per_block))
+    out = jnp.concatenate(outputs)[jnp.argsort(order)] if rows > DECODE_ROWS else outputs[0]
+    return out.reshape(rows, heads, width).astype(q.dtype)
+
+
+def chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, *, scale, window):
+    """Ragged chunks: q [T, N, H], page_table [Q, M], query_starts [Q + 1], kv_lengths [Q] -> [T, N, H].
+
+    A tile is up to CHUNK_QUERIES consecutive queries of one sequence; tiles run in ascending order, so a tile
+    that writes past its sequence's end is overwritten by the next.
+    """
+    tokens, heads, width = q.shape
+    sequences = kv_lengths.shape[0]
+    _, kv_heads, page_size, _ = k_pages.shape
+    group = heads // kv_heads
+    size = min(CHUNK_QUERIES, tokens)
+    counts = query_starts[1:] - query_starts[:-1]
+    tile_ends = jnp.cumsum((counts + size - 1) // size)
+    per_block = max(1, min(CHUNK_BLOCK // page_size, page_table.shape[1]))
+    page_table = _pad_columns(page_table, per_block)
+    padded = jnp.pad(q * jnp.asarray(scale, q.dtype), ((0, size), (0, 0), (0, 0)))
+
+    def tile(index, out):
+        row = jnp.minimum(jnp.searchsorted(tile_ends, index, side="right").astype(jnp.int32), sequences - 1)
+        in_row = index - (tile_ends[row] - (counts[row] + size - 1) // size)
+        begin = query_starts[row] + in_row * size
+        queries = jax.lax.dynamic_slice_in_dim(padded, begin, size).reshape(size, kv_heads, group, width)
+        queries = queries.transpose(1, 2, 0, 3).reshape(1, kv_heads, group * size, width)
+        position = kv_lengths[row] - counts[row] + in_row * size + jnp.arange(size, dtype=jnp.int32)
+        position = jnp.minimum(position, kv_lengths[row] - 1)  # the overhang repeats the last query's mask
+        last = jnp.tile(position, group)[None, None, :, None]
+        first = jnp.zeros_like(last) if window is None else jnp.maximum(last - window + 1, 0)
+        result = _walk(queries, k_pages, v_pages, page_table[row][None], first, last,
+                       jnp.min(first), position[-1] + 1, per_block)
+        result = result.reshape(kv_heads, group, size, width).transpose(2, 0, 1, 3).reshape(size, heads, width)
+        return jax.lax.dynamic_update_slice_in_dim(out, result.astype(out.dtype), begin, 0)
+
+    return jax.lax.fori_loop(0, tile_ends[-1], tile, jnp.zeros_like(padded))[:tokens]
+
+
+def _walk(q, k_pages, v_pages, page_table, first, last, begin, end, per_block):
+    """Online softmax over positions begin:end, whole blocks of pages at a time.
+
+    q [R, K, G, H] scaled, page_table [R, M]; first, last: [R, 1, G or 1, 1], the positions each query sees,
+    inclusive; begin, end: int32 scalars bounding all of them. Returns [R, K, G, H] float32; rows that see
+    nothing give zeros.
+    """
+    rows, kv_heads, group, width = q.shape
+    page_size = k_pages.shape[2]
+    block = per_block * page_size
+    heads = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
+
+    def turn(index, carry):
+        top, total, acc = carry
+        pages = jax.lax.dynamic_slice_in_dim(page_table, index * per_block, per_block, axis=1)
+        k = k_pages[pages[:, None, :], heads].reshape(rows, kv_heads, block, width)
+        v = v_pages[pages[:, None, :], heads].reshape(rows, kv_heads, block, width)
+        position = index * block + jnp.arange(block, dtype=jnp.int32)
+        seen = (position >= first) & (position <= last)  # [R, 1, G or 1, C]
+        scores = jnp.einsum("rkgh,rkch->rkgc", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
+        scores = jnp.where(seen, scores, MASKED)
+        new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
+        probs = jnp.where(seen, jnp.exp(scores - new_top), 0.0)
+        held = (position <= jnp.max(last, axis=2, keepdims=True))[:, :, 0, :, None]  # past it lie other requests' leftovers
+        v = jnp.where(held, v, 0).astype(q.dtype)
+        values = jnp.einsum("rkgc,rkch->rkgh", probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        keep = jnp.exp(top - new_top)
+        return new_top, total * keep + probs.sum(-1, keepdims=True), acc * keep + values
+
+    shape = (rows, kv_heads, group)
+    start = (jnp.full((*shape, 1), MASKED), jnp.zeros((*shape, 1)), jnp.zeros((*shape, width)))
+    _, total, acc = jax.lax.fori_loop(begin // block, (end + block - 1) // block, turn, start)
+    return acc / jnp.where(total == 0.0, 1.0, total)
+
+
+def _pad_columns(page_table, multiple):
+    """Page tables are walked in whole blocks; the padding names the null page."""
+    return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % multiple)))

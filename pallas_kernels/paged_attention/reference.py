@@ -82,12 +82,15 @@ def _walk(q, k_pages, v_pages, page_table, first, last, begin, end, per_block):
     page_size = k_pages.shape[2]
     block = per_block * page_size
     heads = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
+    table = page_table[:, None, :] * kv_heads + heads  # [R, K, M] rows of the pool seen as [P * K, S * H]
 
     def turn(index, carry):
         top, total, acc = carry
-        pages = jax.lax.dynamic_slice_in_dim(page_table, index * per_block, per_block, axis=1)
-        k = k_pages[pages[:, None, :], heads].reshape(rows, kv_heads, block, width)
-        v = v_pages[pages[:, None, :], heads].reshape(rows, kv_heads, block, width)
+        indices = jax.lax.dynamic_slice_in_dim(table, index * per_block, per_block, axis=2).reshape(-1)
+        # Fused into the gather, the index arithmetic would run once an element instead of once a page.
+        indices = jax.lax.optimization_barrier(indices)
+        k = _take_rows(k_pages, indices).reshape(rows, kv_heads, block, width)
+        v = _take_rows(v_pages, indices).reshape(rows, kv_heads, block, width)
         position = index * block + jnp.arange(block, dtype=jnp.int32)
         seen = (position >= first) & (position <= last)  # [R, 1, G or 1, C]
         scores = jnp.einsum("rkgh,rkch->rkgc", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
@@ -104,6 +107,16 @@ def _walk(q, k_pages, v_pages, page_table, first, last, begin, end, per_block):
     start = (jnp.full((*shape, 1), MASKED), jnp.zeros((*shape, 1)), jnp.zeros((*shape, width)))
     _, total, acc = jax.lax.fori_loop(begin // block, (end + block - 1) // block, turn, start)
     return acc / jnp.where(total == 0.0, 1.0, total)
+
+
+def _take_rows(pages, indices):
+    """Rows of [P, K, S, H] seen as [P * K, S * H]: one contiguous copy an index, without jnp's bounds handling."""
+    pool, kv_heads, page_size, width = pages.shape
+    dimensions = jax.lax.GatherDimensionNumbers(
+        offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
+    return jax.lax.gather(
+        pages.reshape(pool * kv_heads, page_size * width), indices[:, None], dimensions, (1, page_size * width),
+        mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
 def _pad_columns(page_table, multiple):

@@ -1,0 +1,99 @@
+"""Parameter: the shape, sharding and source of one weight. A model is a list of them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+Index = tuple[slice, ...]
+
+
+class Reader(Protocol):
+    """What a parameter needs of a checkpoint (jinfer.weights.TensorReader)."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parameter:
+    """Attributes:
+      shape: global shape, in the orientation [out..., in] of checkpoints.
+      axes: a logical axis or None for each dimension.
+      sources: checkpoint tensors it is assembled from, with the shape each must have.
+      read: assembles the part `index` (one slice a dimension, all bounded) of this parameter; reads no more
+        of the sources than it needs.
+      matrix: the last axis is contracted with activations, so it may be quantised per output channel.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    sources: dict[str, tuple[int, ...]]
+    read: Callable[[Reader, Index], np.ndarray]
+    matrix: bool = False
+
+
+def plain(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], *, matrix: bool = False) -> Parameter:
+    """A parameter that is one checkpoint tensor as it stands."""
+    return Parameter(shape, axes, {name: shape}, lambda reader, index: reader.read(name, index), matrix)
+
+
+def padded_rows(name: str, shape: tuple[int, ...], rows: int, axes: tuple[str | None, ...]) -> Parameter:
+    """A [rows, D] matrix whose rows past the checkpoint's are zero (a vocabulary padded to the mesh)."""
+
+    def read(reader: Reader, index: Index) -> np.ndarray:
+        start, stop = index[0].start, index[0].stop
+        part = reader.read(name, (slice(min(start, shape[0]), min(stop, shape[0])), *index[1:]))
+        return np.pad(part, ((0, stop - start - part.shape[0]), (0, 0)))
+
+    return Parameter((rows, *shape[1:]), axes, {name: shape}, read, matrix=True)
+
+
+def stacked(names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[str | None, ...], *,
+            matrix: bool = False) -> Parameter:
+    """Equal tensors [F, ...] stacked along a new first axis: [len(names), F, ...]."""
+
+    def read(reader: Reader, index: Index) -> np.ndarray:
+        return np.stack([reader.read(name, index[1:]) for name in names[index[0]]])
+
+    return Parameter((len(names), *shape), (None, *axes), dict.fromkeys(names, shape), read, matrix)
+
+
+def grouped_heads(q: str, k: str, v: str, *, num_heads: int, num_kv_heads: int, kv_heads: int, head_dim: int,
+                  tail: tuple[int, ...]) -> Parameter:
+    """Query, key and value projections fused by kv head: [K, G + 2, H, *tail].
+
+    Group g holds the query heads that use kv head g, then its key, then its value, so that cutting K cuts
+    all three alike. `kv_heads` may be a multiple of the checkpoint's `num_kv_heads`: heads are then repeated.
+    `tail` is (D,) for weights and () for biases.
+    """
+    group = num_heads // kv_heads
+    repeat = kv_heads // num_kv_heads
+
+    def read(reader: Reader, index: Index) -> np.ndarray:
+        parts = []
+        for head in range(index[0].start, index[0].stop):
+            source = head // repeat
+            rows = [reader.read(name, (slice(first * head_dim, last * head_dim), *index[3:])) for name, first, last in
+                    ((q, head * group, (head + 1) * group), (k, source, source + 1), (v, source, source + 1))]
+            parts.append(np.concatenate(rows).reshape(group + 2, head_dim, *rows[0].shape[1:]))
+        return np.stack(parts)[:, index[1], index[2]]
+
+    sources = {q: (num_heads * head_dim, *tail), k: (num_kv_heads * head_dim, *tail), v: (num_kv_heads * head_dim, *tail)}
+    shape = (kv_heads, group + 2, head_dim, *tail)
+    return Parameter(shape, ("kv_heads", None, None, *(None for _ in tail)), sources, read, matrix=bool(tail))
+
+
+def head_columns(name: str, *, kv_heads: int, group: int, head_dim: int, rows: int) -> Parameter:
+    """The output projection [D, N * H] seen as [D, K, G, H], cut on the same heads as the input one."""
+
+    def read(reader: Reader, index: Index) -> np.ndarray:
+        width = group * head_dim
+        columns = slice(index[1].start * width, index[1].stop * width)
+        part = reader.read(name, (index[0], columns))
+        return part.reshape(part.shape[0], -1, group, head_dim)[:, :, index[2], index[3]]
+
+    return Parameter((rows, kv_heads, group, head_dim), (None, "kv_heads", None, None),
+                     {name: (rows, kv_heads * group * head_dim)}, read, matrix=True)

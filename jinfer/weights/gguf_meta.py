@@ -1,7 +1,8 @@
 """The head of a GGUF file: metadata and tensor table, read without touching tensor data.
 
 The `gguf` package's reader builds several NumPy views for every vocabulary entry, which takes seconds for a
-49k-token vocabulary; this reader takes milliseconds. Layout: docs/gguf.md of the ggml project, versions 2 and 3.
+49k-token vocabulary; this reader takes milliseconds. Layout: docs/gguf.md of the ggml project, versions 2
+and 3.
 """
 
 import mmap

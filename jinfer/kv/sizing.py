@@ -36,6 +36,6 @@ def pool_pages(free_bytes: int, *, token_bytes: int, page_size: int, max_rows: i
         raise ConfigError(
             f"max_context: {max_context} tokens need {sequence + 1} KV pages "
             f"({(sequence + 1) * page_size * token_bytes} bytes, the null page included), but the memory "
-            f"left ({max(0, free_bytes)} bytes) holds {fits}; give the pool more memory or set max_context to "
-            f"{tokens} or less")
+            f"left ({max(0, free_bytes)} bytes) holds {fits}; give the pool more memory or set "
+            f"max_context to {tokens} or less")
     return min(fits, max_rows * sequence + 1)

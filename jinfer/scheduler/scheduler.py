@@ -95,8 +95,8 @@ class Scheduler:
             alone = pages_for(prompt, self.pool.page_size) < self.pool.num_pages
             raise CapacityError(
                 "max_tokens" if alone else "prompt",
-                f"{prompt} prompt tokens and up to {request.max_position - prompt} more need {limit} KV pages "
-                f"of {self.pool.page_size} tokens, the pool has {self.pool.num_pages - 1}")
+                f"{prompt} prompt tokens and up to {request.max_position - prompt} more need {limit} KV "
+                f"pages of {self.pool.page_size} tokens, the pool has {self.pool.num_pages - 1}")
         request.page_limit = limit
         self._waiting[request] = None
 

@@ -1,0 +1,76 @@
+"""Request: one choice of one prompt on its way through the engine."""
+
+import dataclasses
+import enum
+from typing import Literal
+
+from jinfer.config.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class Status(enum.Enum):
+    """Where a request stands. Preemption takes it from PREFILLING or RUNNING back to WAITING."""
+
+    WAITING = enum.auto()  # holds no slot and no page
+    PREFILLING = enum.auto()  # holds both; part of its tokens are not dispatched yet
+    RUNNING = enum.auto()  # every known token is dispatched; decodes
+    FINISHED = enum.auto()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Request:
+    """One choice of one prompt; n choices are n requests of the same id. Only the scheduler changes it.
+
+    The token at position i < len(prompt) is prompt[i]; the output of index j sits at len(prompt) + j. The KV
+    of a position is written by the call that is fed its token, so the last token sampled never needs KV.
+
+    Attributes:
+      id: the user's request. index: which of its n choices.
+      prompt: token ids. params: how it samples and ends.
+      max_position: most tokens, prompt and outputs together; equal to len(prompt) when there is nothing to
+        sample (see `position_limit`).
+      stop_ids: end and stop token ids the device tests. seed: of its random stream.
+      arrival: seconds of a monotonic clock, for reports; the order of `Scheduler.add` decides, not this.
+      outputs: tokens the host knows; one dispatch behind the device.
+      slot: row of the device state, 0 is none. pages: its KV pages in order of position.
+      page_limit: most pages it will ever hold (set by `Scheduler.add`).
+      computed: positions whose KV is written by calls dispatched so far.
+      in_flight: dispatched steps it takes part in whose results are not collected.
+      preemptions: how often it lost its pages and had to be computed again.
+    """
+
+    id: str
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    max_position: int
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+    arrival: float = 0.0
+    outputs: list[int] = dataclasses.field(default_factory=list)
+    status: Status = Status.WAITING
+    slot: int = 0
+    pages: list[int] = dataclasses.field(default_factory=list)
+    page_limit: int = 0
+    computed: int = 0
+    in_flight: int = 0
+    finish_reason: FinishReason | None = None
+    preemptions: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens the host knows: prompt and outputs."""
+        return len(self.prompt) + len(self.outputs)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Token ids of positions start..stop-1 of prompt + outputs; costs O(stop - start)."""
+        split = len(self.prompt)
+        if stop <= split:
+            return self.prompt[start:stop]
+        return self.prompt[start:] + self.outputs[max(0, start - split):stop - split]
+
+
+def position_limit(prompt_tokens: int, max_tokens: int | None, max_context: int) -> int:
+    """Most tokens of a request, prompt and outputs: max_tokens more than the prompt, cut at the context."""
+    return max_context if max_tokens is None else min(prompt_tokens + max_tokens, max_context)

@@ -1,0 +1,197 @@
+"""A device and an engine loop that compute nothing but keep every promise of the real ones.
+
+The device's KV pool is a dictionary (page, offset) -> token. A call writes the tokens it is fed there and, to
+sample, reads the whole sequence back through the row's page table: the next token is a hash of what it read.
+A page given to two requests, a position planned twice or not at all, a resumed request fed the wrong tokens:
+each makes the device read something else than the request's tokens, which is asserted, and sample something
+else than a run of the request alone, which tests compare. Results are read one step late.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+
+from jinfer.config import SamplingParams
+from jinfer.scheduler import Request, Scheduler, Status, StepPlan, position_limit
+
+VOCAB = 64  # ids fit a byte
+
+
+def next_token(seed: int, tokens: Sequence[int]) -> int:
+    return zlib.crc32(bytes(tokens), seed) % VOCAB
+
+
+def make_request(name: str, prompt: list[int], *, max_tokens: int | None, context: int, seed: int = 0,
+                 stop_ids: tuple[int, ...] = (), index: int = 0) -> Request:
+    limit = position_limit(len(prompt), max_tokens, context)
+    return Request(id=name, index=index, prompt=prompt, params=SamplingParams(max_tokens=max_tokens),
+                   max_position=limit, stop_ids=stop_ids, seed=seed)
+
+
+def alone(request: Request, host_stop: int | None = None) -> list[int]:
+    """Outputs of a request that nothing interrupts."""
+    tokens = list(request.prompt)
+    while len(tokens) < request.max_position:
+        token = next_token(request.seed, tokens)
+        tokens.append(token)
+        if token in request.stop_ids or token == host_stop:
+            break
+    return tokens[len(request.prompt):]
+
+
+@dataclasses.dataclass
+class Row:
+    """What the device knows of a slot."""
+
+    owner: Request
+    table: list[int]
+    history: list[int]  # tokens whose KV is written, as the device was fed them
+    last: int = -1
+    stopped: bool = False
+
+
+class FakeDevice:
+    """Runs plans in the order of dispatch, at once; the caller keeps the results for a step."""
+
+    def __init__(self, page_size: int, *, decode_first: bool = False):
+        self.page_size = page_size
+        self.decode_first = decode_first
+        self.kv: dict[tuple[int, int], int] = {}
+        self.rows: dict[int, Row] = {}
+
+    def dispatch(self, plan: StepPlan) -> tuple[list[list[int]], list[list[int]]]:
+        """Tokens sampled for each chunk and each row."""
+        pages = [page for part in (*plan.chunks, *plan.rows) for page in part.request.pages]
+        assert len(pages) == len(set(pages)), "two requests of a plan share a page"
+        if self.decode_first:
+            decoded = self._decode(plan)
+            return self._prefill(plan), decoded
+        return self._prefill(plan), self._decode(plan)
+
+    def _prefill(self, plan: StepPlan) -> list[list[int]]:
+        results = []
+        for chunk in plan.chunks:
+            request = chunk.request
+            if chunk.start == 0:
+                self.rows[chunk.slot] = Row(request, list(request.pages), [])
+            row = self.rows[chunk.slot]
+            assert row.owner is request
+            assert len(row.history) == chunk.start, "a chunk does not continue the one before"
+            tokens = request.tokens(chunk.start, chunk.start + chunk.length)
+            assert len(tokens) == chunk.length > 0
+            for token in tokens:
+                self._write(row, token)
+            assert chunk.final == (len(row.history) == len(request.prompt) + len(request.outputs))
+            results.append([self._sample(row)] if chunk.samples else [])
+        return results
+
+    def _decode(self, plan: StepPlan) -> list[list[int]]:
+        results = []
+        for planned in plan.rows:
+            row = self.rows[planned.slot]
+            assert row.owner is planned.request
+            if planned.new_page:
+                assert planned.new_page_index == len(row.table), "a page is put into a hole of the table"
+                row.table.append(planned.new_page)
+            assert row.table == planned.request.pages
+            assert row.stopped or planned.position == len(row.history), "the host is wrong about the position"
+            sampled: list[int] = []
+            while len(sampled) < plan.steps and not row.stopped:
+                self._write(row, row.last)
+                sampled.append(self._sample(row))
+            results.append(sampled)
+        return results
+
+    def _write(self, row: Row, token: int) -> None:
+        page, offset = divmod(len(row.history), self.page_size)
+        assert page < len(row.table), "a position without a page"
+        assert row.table[page] > 0, "a write to the null page"
+        self.kv[row.table[page], offset] = token
+        row.history.append(token)
+
+    def _sample(self, row: Row) -> int:
+        size = self.page_size
+        seen = [self.kv[row.table[i // size], i % size] for i in range(len(row.history))]
+        assert seen == row.history, "the pages of a request hold something else than its tokens"
+        row.last = next_token(row.owner.seed, seen)
+        row.stopped = row.last in row.owner.stop_ids or len(seen) + 1 == row.owner.max_position
+        return row.last
+
+
+class Loop:
+    """plan(t+1), dispatch(t+1), collect(t), with every plan held against the limits."""
+
+    def __init__(self, scheduler: Scheduler, *, decode_first: bool = False):
+        self.scheduler = scheduler
+        self.device = FakeDevice(scheduler.pool.page_size, decode_first=decode_first)
+        self.pending: tuple[StepPlan, tuple[list[list[int]], list[list[int]]]] | None = None
+        self.steps = 0
+        self.started: list[Request] = []  # in order of their first chunk
+        self.host_stops: dict[Request, int] = {}  # what a stop string is: only the host sees it
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.plan()
+        self._limits(plan)
+        results = None if plan.empty else (plan, self.device.dispatch(plan))
+        self.collect()
+        self.pending = results
+        self.steps += 1
+        return plan
+
+    def collect(self) -> None:
+        """Takes the results of the last dispatch, if they are still out."""
+        if self.pending is None:
+            return
+        plan, (prefilled, decoded) = self.pending
+        self.pending = None
+        for chunk, tokens in zip(plan.chunks, prefilled, strict=True):
+            self._take(chunk.request, tokens)
+            if chunk.final and not chunk.samples:
+                self.scheduler.finish(chunk.request, "length")
+        for row, tokens in zip(plan.rows, decoded, strict=True):
+            self._take(row.request, tokens)
+        self.scheduler.collected(plan)
+
+    def run(self, most_steps: int) -> None:
+        """Until nothing is left, in at most so many further steps."""
+        last = self.steps + most_steps
+        while self.scheduler.has_work:
+            assert self.steps < last, f"not done after {most_steps} steps"
+            self.step()
+            self.scheduler.check()
+
+    def _take(self, request: Request, tokens: list[int]) -> None:
+        for token in tokens:
+            if request.status is Status.FINISHED:
+                return
+            self.scheduler.append(request, [token])
+            if token in request.stop_ids or token == self.host_stops.get(request):
+                self.scheduler.finish(request, "stop")
+            elif request.length == request.max_position:
+                self.scheduler.finish(request, "length")
+
+    def _limits(self, plan: StepPlan) -> None:
+        scheduler = self.scheduler
+        assert sum(chunk.length for chunk in plan.chunks) <= scheduler.prefill_tokens
+        assert len(plan.chunks) <= scheduler.max_chunks
+        planned = [part.request for part in (*plan.chunks, *plan.rows)]
+        assert len({id(request) for request in planned}) == len(planned), "a request twice in a plan"
+        slots = [part.slot for part in (*plan.chunks, *plan.rows)]
+        assert len(set(slots)) == len(slots) <= scheduler.max_rows
+        assert all(1 <= slot <= scheduler.max_rows for slot in slots)
+        for chunk in plan.chunks:
+            if chunk.start == 0 and not chunk.request.preemptions:
+                self.started.append(chunk.request)
+
+
+def most_steps(requests: Sequence[Request], scheduler: Scheduler) -> int:
+    """Steps that always suffice: each charged to the oldest request alive, which nothing holds up.
+
+    It may have been evicted just before it became the oldest (its tokens still in flight: one step without a
+    plan), computes at most max_position tokens in chunks, then decodes; its last tokens come a step late.
+    """
+    bound = 2
+    for request in requests:
+        bound += -(-request.max_position // scheduler.prefill_tokens) + 3
+        bound += -(-(request.max_position - len(request.prompt)) // scheduler.decode_steps)
+    return bound

@@ -1,0 +1,134 @@
+"""Random lives of many requests over a small pool; whatever happens, each gets what it would get alone."""
+
+from random import Random
+
+import pytest
+from fake_device import VOCAB, Loop, alone, make_request, most_steps
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from jinfer.errors import CapacityError
+from jinfer.kv import PagePool
+from jinfer.scheduler import Request, Scheduler, Status
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+
+    @initialize(page_size=st.sampled_from([1, 2, 4, 8]), pages=st.integers(4, 24), rows=st.integers(1, 6),
+                prefill_tokens=st.sampled_from([1, 5, 16, 64]), max_chunks=st.integers(1, 4),
+                steps=st.integers(1, 4), decode_first=st.booleans())
+    def start(self, page_size, pages, rows, prefill_tokens, max_chunks, steps, decode_first):
+        self.pool = PagePool(pages + 1, page_size)
+        self.scheduler = Scheduler(self.pool, max_rows=rows, max_context=48, prefill_tokens=prefill_tokens,
+                                   max_chunks=max_chunks, decode_steps=min(steps, page_size))
+        self.loop = Loop(self.scheduler, decode_first=decode_first)
+        self.requests: list[Request] = []
+
+    @rule(prompt=st.integers(1, 40), max_tokens=st.one_of(st.none(), st.integers(0, 40)), n=st.integers(1, 3),
+          seed=st.integers(0, 99), ends=st.sampled_from([(), (0,), tuple(range(0, VOCAB, 8))]),
+          host_stop=st.one_of(st.none(), st.integers(0, VOCAB - 1)))
+    def add(self, prompt, max_tokens, n, seed, ends, host_stop):
+        tokens = [(seed + i * i) % VOCAB for i in range(prompt)]
+        for index in range(n):
+            request = make_request(f"r{len(self.requests)}", tokens, max_tokens=max_tokens, context=48,
+                                   seed=seed + index, stop_ids=ends, index=index)
+            last = max(prompt, request.max_position - 1)
+            if last > (self.pool.num_pages - 1) * self.pool.page_size:
+                with pytest.raises(CapacityError):
+                    self.scheduler.add(request)
+                continue
+            self.scheduler.add(request)
+            self.requests.append(request)
+            if host_stop is not None:
+                self.loop.host_stops[request] = host_stop
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count):
+        for _ in range(count):
+            self.loop.step()
+            self.scheduler.check()
+
+    @rule()
+    def collect(self):
+        self.loop.collect()
+
+    @rule(data=st.data())
+    def cancel(self, data):
+        if not self.requests:
+            return
+        request = self.requests[data.draw(st.integers(0, len(self.requests) - 1))]
+        before = request.status, request.finish_reason
+        self.scheduler.cancel(request)
+        assert request.status is Status.FINISHED
+        if before[0] is Status.FINISHED:
+            assert request.finish_reason == before[1]
+
+    @invariant()
+    def holds(self):
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check()
+        live = live_requests(self.requests)
+        assert self.scheduler.waiting + self.scheduler.running == len(live)
+        # whoever is active arrived before whoever waits
+        waits = [r.status is Status.WAITING for r in live]
+        assert waits == sorted(waits)
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        live = live_requests(self.requests)
+        self.loop.run(most_steps(live, self.scheduler))
+        assert self.pool.free == self.pool.num_pages - 1
+        assert (self.scheduler.waiting, self.scheduler.running) == (0, 0)
+        order = {id(request): i for i, request in enumerate(self.requests)}
+        first = [order[id(request)] for request in self.loop.started]
+        assert first == sorted(first), "not first come, first served"
+        for request in self.requests:
+            expected = alone(request, self.loop.host_stops.get(request))
+            if request.finish_reason == "cancelled":
+                assert request.outputs == expected[:len(request.outputs)]
+            else:
+                assert request.outputs == expected
+            assert request.in_flight == 0
+
+
+def live_requests(requests: list[Request]) -> list[Request]:
+    return [request for request in requests if request.status is not Status.FINISHED]
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=120, stateful_step_count=50, deadline=None, derandomize=True)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_long_crowded_run(seed):
+    """Hypothesis likes short and simple lives; this one is long, and short of pages all the time."""
+    random = Random(seed)
+    page_size = random.choice([2, 4, 8])
+    pool = PagePool(48 // page_size + random.randint(1, 8), page_size)
+    scheduler = Scheduler(pool, max_rows=6, max_context=48, prefill_tokens=random.choice([4, 16, 48]),
+                          max_chunks=3, decode_steps=random.randint(1, page_size))
+    loop = Loop(scheduler, decode_first=bool(seed % 2))
+    requests: list[Request] = []
+    for _ in range(4000):
+        operation = random.random()
+        if operation < 0.15 and scheduler.waiting < 8:
+            prompt = [random.randrange(VOCAB) for _ in range(random.randint(1, 30))]
+            request = make_request(f"r{len(requests)}", prompt, max_tokens=random.randint(0, 30), context=48,
+                                   seed=len(requests), stop_ids=random.choice([(), (0,), (1, 2)]))
+            scheduler.add(request)
+            requests.append(request)
+        elif operation < 0.18 and requests:
+            scheduler.cancel(random.choice(requests[-12:]))
+        else:
+            loop.step()
+        scheduler.check()
+    loop.run(most_steps(live_requests(requests), scheduler))
+    assert scheduler.preemptions > 10
+    assert pool.held == 0
+    for request in requests:
+        whole = request.finish_reason != "cancelled"
+        expected = alone(request)
+        assert request.outputs == (expected if whole else expected[:len(request.outputs)])

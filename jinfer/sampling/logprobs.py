@@ -1,0 +1,58 @@
+"""Log-probabilities of chosen tokens and of the best alternatives, from raw logits."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jinfer.sampling.blocks import top
+
+
+def logprobs(
+    logits: jax.Array, tokens: jax.Array, *, max_logprobs: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """log_softmax of each row at `tokens`, and its best max_logprobs (C) entries, best first.
+
+    logits [R, V] f32, tokens [R] i32 -> [R] f32, ids [R, C] i32, values [R, C] f32. A token of logit -inf has
+    -inf: whoever writes JSON must replace it.
+    """
+    normaliser = jax.nn.logsumexp(logits, axis=1)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - normaliser
+    if max_logprobs == 0:
+        empty = jnp.zeros((logits.shape[0], 0), jnp.float32)
+        return chosen, empty.astype(jnp.int32), empty
+    values, ids = top(logits, max_logprobs)
+    return chosen, ids, values - normaliser[:, None]
+
+
+def prompt_logprobs(
+    hidden: jax.Array,
+    head: Callable[[jax.Array], jax.Array],
+    targets: jax.Array,
+    *,
+    max_logprobs: int,
+    block: int = 64,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`logprobs` of a prompt's tokens, a block of positions at a time, so that [T, V] never exists.
+
+    hidden [T, D]; head maps [t, D] to logits [t, V] f32; targets [T] i32, the token after each position
+    -> [T] f32, ids [T, C] i32, values [T, C] f32.
+    """
+    length, width = hidden.shape
+    block = min(block, length)
+    count = -(-length // block)
+    padding = count * block - length
+    blocks = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(count, block, width)
+    wanted = jnp.pad(targets, (0, padding)).reshape(count, block)
+
+    def one(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        x, tokens = args
+        return logprobs(head(x).astype(jnp.float32), tokens, max_logprobs=max_logprobs)
+
+    chosen, ids, values = lax.map(one, (blocks, wanted))
+    return (
+        chosen.reshape(-1)[:length],
+        ids.reshape(count * block, -1)[:length],
+        values.reshape(count * block, -1)[:length],
+    )

@@ -112,7 +112,6 @@ class Scheduler:
         rows: list[DecodeRow] = []
         budget = self.prefill_tokens
         reserve = 0  # pages the active requests will want next, one each
-        preempted = False
         i = 0
         while i < len(active):  # not a `for`: preemption shortens the list, from its end
             request = active[i]
@@ -128,14 +127,10 @@ class Scheduler:
                     pages = request.pages
                     index = new_page = 0
                     if stop > len(pages) * size:
-                        got = self.pool.allocate(1)
-                        while got is None:
-                            preempted = True
-                            if self._preempt() is request:
-                                break
-                            got = self.pool.allocate(1)
+                        while (got := self.pool.allocate(1)) is None and self._preempt() is not request:
+                            pass
                         if got is None:
-                            break  # the last one active gave itself up
+                            break  # it was the latest arrival itself, so the last of the list
                         index, new_page = len(pages), got[0]
                         pages.append(new_page)
                     rows.append(DecodeRow(request, request.slot, position, new_page, index))
@@ -143,13 +138,13 @@ class Scheduler:
                     request.in_flight += 1
             if len(request.pages) < request.page_limit:
                 reserve += 1
-        if not preempted:  # a step short of pages admits nobody, least of all whom it just evicted
-            while self._waiting and budget and len(chunks) < self.max_chunks:
-                request = next(iter(self._waiting))
-                if not self._admit(request, reserve):
-                    break
-                reserve += len(request.pages) < request.page_limit
-                budget -= self._chunk(request, budget, chunks)
+        while self._waiting and budget and len(chunks) < self.max_chunks:
+            request = next(iter(self._waiting))
+            if not self._admit(request, reserve):
+                break
+            if len(request.pages) < request.page_limit:
+                reserve += 1
+            budget -= self._chunk(request, budget, chunks)
         plan = StepPlan(tuple(chunks), tuple(rows), steps)
         if chunks or rows:
             self._in_flight += 1
@@ -167,7 +162,8 @@ class Scheduler:
             chunk.request.in_flight -= 1
         for row in plan.rows:
             row.request.in_flight -= 1
-        self._in_flight -= not plan.empty
+        if not plan.empty:
+            self._in_flight -= 1
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Ends a request in whatever state it is; a finished one stays as it ended.
@@ -214,7 +210,9 @@ class Scheduler:
 
         All pages at once: two prompts that each hold half of their pages could wait for each other for ever.
         Beyond them one page must be left for every request that will want another, so that who is admitted is
-        not evicted by the next page somebody needs. Alone, a request always passes (see `add`).
+        not evicted by the next page somebody needs. Nor can a request return in the plan that evicted it:
+        that plan found no page free, and the pages it gave up are fewer than it asks for now. Alone, a
+        request always passes (see `add`).
         """
         if not self._slots or request.in_flight:  # tokens in flight are part of what has to be recomputed
             return False

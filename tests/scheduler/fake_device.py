@@ -130,8 +130,11 @@ class Loop:
         self.host_stops: dict[Request, int] = {}  # what a stop string is: only the host sees it
 
     def step(self) -> StepPlan:
+        preemptions = self.scheduler.preemptions
         plan = self.scheduler.plan()
         self._limits(plan)
+        if self.scheduler.preemptions > preemptions:
+            assert all(chunk.start for chunk in plan.chunks), "a plan that evicts admits somebody"
         results = None if plan.empty else (plan, self.device.dispatch(plan))
         self.collect()
         self.pending = results

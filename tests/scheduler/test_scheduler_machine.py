@@ -102,8 +102,9 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=120, stateful_step_count=50, deadline=None, derandomize=True)
 
 
+@pytest.mark.parametrize("late", [True, False], ids=["late", "at once"])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_long_crowded_run(seed):
+def test_a_long_crowded_run(seed, late):
     """Hypothesis likes short and simple lives; this one is long, and short of pages all the time."""
     random = Random(seed)
     page_size = random.choice([2, 4, 8])
@@ -124,6 +125,8 @@ def test_a_long_crowded_run(seed):
             scheduler.cancel(random.choice(requests[-12:]))
         else:
             loop.step()
+            if not late:
+                loop.collect()
         scheduler.check()
     loop.run(most_steps(live_requests(requests), scheduler))
     assert scheduler.preemptions > 10

@@ -1,11 +1,11 @@
 """The rules of the scheduler one by one, and the cases of length limits, preemption and cancellation."""
 
 import pytest
-from fake_device import Loop, alone, make_request, most_steps
 
 from jinfer.errors import CapacityError, RequestError
 from jinfer.kv import PagePool
 from jinfer.scheduler import DecodeRow, Request, Scheduler, Status, position_limit
+from tests.scheduler.fake_device import Loop, alone, make_request, most_steps
 
 CONTEXT = 256
 

@@ -3,7 +3,6 @@
 from random import Random
 
 import pytest
-from fake_device import VOCAB, Loop, alone, make_request, most_steps
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -11,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from jinfer.errors import CapacityError
 from jinfer.kv import PagePool
 from jinfer.scheduler import Request, Scheduler, Status
+from tests.scheduler.fake_device import VOCAB, Loop, alone, make_request, most_steps
 
 
 class SchedulerMachine(RuleBasedStateMachine):

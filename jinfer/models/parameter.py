@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, Self
 
+import ml_dtypes
 import numpy as np
 
 Index = tuple[slice, ...]
@@ -25,19 +26,89 @@ class Parameter:
       sources: checkpoint tensors it is assembled from, with the shape each must have.
       read: assembles the part `index` (one slice a dimension, all bounded) of this parameter; reads no more
         of the sources than it needs.
-      matrix: the last axis is contracted with activations, so it may be quantised per output channel.
+      dtype: of the array on the device; the loader converts.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     sources: dict[str, tuple[int, ...]]
     read: Callable[[Reader, Index], np.ndarray]
-    matrix: bool = False
+    dtype: np.dtype = np.dtype(np.float32)
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes), (self.shape, self.axes)
 
 
-def plain(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], *, matrix: bool = False) -> Parameter:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Precision:
+    """How matrices are stored and multiplied.
+
+    Attributes:
+      activation_dtype: of the residual stream. weight_dtype: of matrices; int8 adds a scale per output channel.
+      inputs_first: matrices lie [*in, *out] on the device instead of [*out, *in].
+    """
+
+    activation_dtype: np.dtype
+    weight_dtype: np.dtype
+    inputs_first: bool
+
+    @classmethod
+    def of(cls, dtype: str, quantization: str | None) -> Self:
+        """From the names of EngineConfig, `auto` already resolved."""
+        activations = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        weights = np.dtype(np.int8) if quantization == "int8" else activations
+        return cls(activations, weights, inputs_first=weights == np.float32)
+
+    def rows_first(self) -> Self:
+        return dataclasses.replace(self, inputs_first=False)
+
+
+def kernel_parameters(weight: Parameter, precision: Precision, inputs: int) -> tuple[Parameter, Parameter | None]:
+    """The kernel a matrix multiplication uses, and the scale of its output channels where it is quantised."""
+    if precision.weight_dtype == np.int8:
+        return quantised_rows(weight, inputs)
+    kernel = dataclasses.replace(weight, dtype=precision.weight_dtype)
+    if not precision.inputs_first:
+        return kernel, None
+    outputs = len(weight.shape) - inputs
+
+    def turn(values: tuple, cut: int) -> tuple:
+        return (*values[cut:], *values[:cut])
+
+    def read(reader: Reader, index: Index) -> np.ndarray:
+        part = weight.read(reader, turn(index, inputs))
+        return part.transpose(turn(tuple(range(part.ndim)), outputs))
+
+    return dataclasses.replace(
+        kernel, shape=turn(weight.shape, outputs), axes=turn(weight.axes, outputs), read=read), None
+
+
+def quantised_rows(weight: Parameter, inputs: int) -> tuple[Parameter, Parameter]:
+    """Symmetric int8 with one float32 scale per output channel: (values, scale of the output axes)."""
+    outputs = len(weight.shape) - inputs
+    whole = tuple(slice(0, n) for n in weight.shape[outputs:])  # a channel's scale looks at all its inputs
+    inner = tuple(range(outputs, len(weight.shape)))
+
+    def scale_of(rows: np.ndarray) -> np.ndarray:
+        return np.maximum(np.abs(rows).max(axis=inner), np.float32(1e-30)) / np.float32(127.0)
+
+    def read_scale(reader: Reader, index: Index) -> np.ndarray:
+        return scale_of(weight.read(reader, (*index, *whole)).astype(np.float32))
+
+    def read_values(reader: Reader, index: Index) -> np.ndarray:
+        rows = weight.read(reader, (*index[:outputs], *whole)).astype(np.float32)
+        scale = scale_of(rows).reshape(*rows.shape[:outputs], *(1,) * inputs)
+        values = np.rint(rows / scale).astype(np.int8)
+        return values[(*(slice(None),) * outputs, *index[outputs:])]
+
+    values = dataclasses.replace(weight, read=read_values, dtype=np.dtype(np.int8))
+    scale = dataclasses.replace(weight, shape=weight.shape[:outputs], axes=weight.axes[:outputs], read=read_scale)
+    return values, scale
+
+
+def plain(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Parameter:
     """A parameter that is one checkpoint tensor as it stands."""
-    return Parameter(shape, axes, {name: shape}, lambda reader, index: reader.read(name, index), matrix)
+    return Parameter(shape, axes, {name: shape}, lambda reader, index: reader.read(name, index))
 
 
 def padded_rows(name: str, shape: tuple[int, ...], rows: int, axes: tuple[str | None, ...]) -> Parameter:
@@ -48,17 +119,16 @@ def padded_rows(name: str, shape: tuple[int, ...], rows: int, axes: tuple[str | 
         part = reader.read(name, (slice(min(start, shape[0]), min(stop, shape[0])), *index[1:]))
         return np.pad(part, ((0, stop - start - part.shape[0]), (0, 0)))
 
-    return Parameter((rows, *shape[1:]), axes, {name: shape}, read, matrix=True)
+    return Parameter((rows, *shape[1:]), axes, {name: shape}, read)
 
 
-def stacked(names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[str | None, ...], *,
-            matrix: bool = False) -> Parameter:
+def stacked(names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Parameter:
     """Equal tensors [F, ...] stacked along a new first axis: [len(names), F, ...]."""
 
     def read(reader: Reader, index: Index) -> np.ndarray:
         return np.stack([reader.read(name, index[1:]) for name in names[index[0]]])
 
-    return Parameter((len(names), *shape), (None, *axes), dict.fromkeys(names, shape), read, matrix)
+    return Parameter((len(names), *shape), (None, *axes), dict.fromkeys(names, shape), read)
 
 
 def grouped_heads(q: str, k: str, v: str, *, num_heads: int, num_kv_heads: int, kv_heads: int, head_dim: int,
@@ -83,7 +153,7 @@ def grouped_heads(q: str, k: str, v: str, *, num_heads: int, num_kv_heads: int, 
 
     sources = {q: (num_heads * head_dim, *tail), k: (num_kv_heads * head_dim, *tail), v: (num_kv_heads * head_dim, *tail)}
     shape = (kv_heads, group + 2, head_dim, *tail)
-    return Parameter(shape, ("kv_heads", None, None, *(None for _ in tail)), sources, read, matrix=bool(tail))
+    return Parameter(shape, ("kv_heads", None, None, *(None for _ in tail)), sources, read)
 
 
 def head_columns(name: str, *, kv_heads: int, group: int, head_dim: int, rows: int) -> Parameter:
@@ -96,4 +166,4 @@ def head_columns(name: str, *, kv_heads: int, group: int, head_dim: int, rows: i
         return part.reshape(part.shape[0], -1, group, head_dim)[:, :, index[2], index[3]]
 
     return Parameter((rows, kv_heads, group, head_dim), (None, "kv_heads", None, None),
-                     {name: (rows, kv_heads * group * head_dim)}, read, matrix=True)
+                     {name: (rows, kv_heads * group * head_dim)}, read)

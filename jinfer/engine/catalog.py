@@ -1,0 +1,164 @@
+"""ProgramCatalog: every program of a configuration, compiled ahead of time and never by accident."""
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jinfer.engine.buckets import Buckets
+from jinfer.engine.programs import KV, Programs
+from jinfer.engine.state import DeviceState
+from jinfer.errors import RetraceError
+from jinfer.models.attention import KVPages
+from jinfer.observe.metrics import Metrics
+from jinfer.sampling.penalties import new_counts
+from jinfer.sharding import Layout
+
+COMPILERS = 2  # programs compiled at once; XLA itself uses more threads
+
+
+class Key(NamedTuple):
+    """Which program: kind and bucket size (0 for `prepare`)."""
+
+    kind: Literal["prefill", "decode", "prepare"]
+    size: int
+
+
+class ProgramCatalog:
+    """Holds compiled executables, so that a call with other shapes is an error instead of a retrace.
+
+    A program asked for after warm-up that is not there is compiled and counted, or raises RetraceError if
+    the configuration forbids it.
+    """
+
+    def __init__(self, programs: Programs, buckets: Buckets, weights: list[jax.Array], kv_dtype: jnp.dtype, *,
+                 kv_heads: int, rows: int, metrics: Metrics, forbid: bool):
+        self.programs = programs
+        self.buckets = buckets
+        self.metrics = metrics
+        self.forbid = forbid
+        self.warm = False
+        self._weights = weights
+        self._kv_dtype = kv_dtype
+        self._kv_heads = kv_heads
+        self._rows = rows
+        self._compiled: dict[Key, jax.stages.Compiled] = {}
+        self._lock = threading.Lock()
+
+    def keys(self) -> list[Key]:
+        """All programs of the configuration, the ones a first request needs first."""
+        prefill = [Key("prefill", size) for size in self.buckets.prefill]
+        decode = [Key("decode", size) for size in self.buckets.decode]
+        return [*reversed(prefill), *decode, Key("prepare", 0)]
+
+    def abstract_kv(self, pages: int) -> KV:
+        """Shapes and shardings of the pool: [P, K, S, H] a layer."""
+        p = self.programs
+        shape = (pages, self._kv_heads, p.page_size, p.config.head_dim)
+        pool = jax.ShapeDtypeStruct(shape, self._kv_dtype, sharding=p.layout.sharding(None, "kv_heads"))
+        return [KVPages(pool, pool) for _ in range(p.config.num_layers)]
+
+    def abstract_state(self) -> DeviceState:
+        p, slots = self.programs, self._rows + 1
+        counts = jax.eval_shape(lambda: new_counts(self._rows, p.layout.padded_vocab(p.config)))
+
+        def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=whole(p.layout))
+
+        return DeviceState(
+            rows=array((slots, p.record_width), jnp.int32), page_table=array((slots, p.table_width), jnp.int32),
+            counts=array(counts.shape, counts.dtype), bias_ids=array((slots, p.max_bias), jnp.int32),
+            bias_values=array((slots, p.max_bias), jnp.float32))
+
+    def warm_up(self, pages: int, on_progress: Callable[[str], None] | None = None) -> None:
+        """Compiles every program (from the persistent cache where it can) for a pool of `pages`."""
+        start, keys = time.perf_counter(), self.keys()
+        done = 0
+
+        def one(key: Key) -> None:
+            nonlocal done
+            compiled = self._compile(key, pages)
+            with self._lock:
+                self._compiled[key] = compiled
+                done += 1
+                if on_progress is not None:
+                    on_progress(f"compiling programs {done}/{len(keys)}")
+
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            list(pool.map(one, keys))
+        self.metrics.warmup_compilations += len(keys)
+        self.metrics.warmup_seconds += time.perf_counter() - start
+        self.metrics.workspace_bytes = max(workspace_bytes(c) for c in self._compiled.values())
+        self.warm = True
+
+    def workspace(self, pages: int) -> int:
+        """Bytes of temporaries a device needs for the largest calls; they do not depend on the pool."""
+        largest = (Key("prefill", self.buckets.prefill[-1]), Key("decode", self.buckets.decode[-1]))
+        return max(workspace_bytes(self._compile(key, pages)) for key in largest)
+
+    def get(self, key: Key, pages: int) -> jax.stages.Compiled:
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            if self.forbid and self.warm:
+                raise RetraceError(f"program {key.kind}[{key.size}] was not compiled at warm-up")
+            compiled = self._compiled[key] = self._compile(key, pages)
+            self.metrics.compilations += 1
+        return compiled
+
+    def _compile(self, key: Key, pages: int) -> jax.stages.Compiled:
+        p = self.programs
+        kv, state = self.abstract_kv(pages), self.abstract_state()
+        kept = jax.tree.map(lambda x: x.sharding, (kv, state))
+        function: Any
+        match key.kind:
+            case "prefill":
+                chunks = min(self.buckets.max_chunks, key.size)
+                packing: Any = p.prefill_packing(key.size, chunks)
+                function, static = p.prefill, {"tokens": key.size, "chunks": chunks}
+                out: Any = (*kept, whole(p.layout), whole(p.layout))
+            case "decode":
+                packing = p.decode_packing(key.size)
+                function, static = p.decode, {"rows": key.size}
+                out = (*kept, whole(p.layout))
+            case "prepare":
+                packed = jax.ShapeDtypeStruct((p.prepare_packing().size,), jnp.int32, sharding=whole(p.layout))
+                return jax.jit(p.prepare, donate_argnums=0, out_shardings=kept[1]).lower(state, packed).compile()
+        packed = jax.ShapeDtypeStruct((packing.size,), jnp.int32, sharding=whole(p.layout))
+        jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=(1, 2), out_shardings=out)
+        compiled = jitted.lower(self._weights, kv, state, packed, **static).compile()
+        assert_donated(compiled, kv)
+        return compiled
+
+
+def whole(layout: Layout) -> jax.sharding.NamedSharding:
+    """Replicated on every device of the mesh."""
+    return layout.sharding()
+
+
+def workspace_bytes(compiled: jax.stages.Compiled) -> int:
+    """Temporaries and unaliased outputs of one call on one device, as far as the backend says."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return 0
+    return analysis.temp_size_in_bytes + max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+
+
+def assert_donated(compiled: jax.stages.Compiled, kv: KV) -> None:
+    """The pool must be updated in place: a program that copies it is refused at warm-up."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return
+    pool = sum(shard_bytes(x) for x in jax.tree.leaves(kv))
+    assert analysis.alias_size_in_bytes >= pool, (
+        f"the KV pool is not donated: {analysis.alias_size_in_bytes} bytes aliased of {pool}")
+
+
+def shard_bytes(x: jax.ShapeDtypeStruct) -> int:
+    """Bytes of an abstract array on one device."""
+    shape = x.sharding.shard_shape(x.shape)
+    return int(jnp.dtype(x.dtype).itemsize * math.prod(shape))

@@ -1,0 +1,207 @@
+"""The compiled regimes: prefill of ragged chunks, decode of rows, and the rare preparation of a row.
+
+All take (weights, kv, state, packed) and return kv and state, which they own: both are donated. `packed` is the
+call's one upload, the last result its one download.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jinfer.config import ModelConfig
+from jinfer.engine.packing import Packing
+from jinfer.engine.state import Column, DeviceState, row_params
+from jinfer.models.attention import KVPages, StepContext, positions_context
+from jinfer.models.rope import cos_sin
+from jinfer.sampling.logprobs import prompt_logprobs
+from jinfer.sampling.penalties import record_output, reset_row
+from jinfer.sampling.sampler import Sampled, sample
+from jinfer.sharding import Layout
+
+KV = list[KVPages]
+
+
+class PrefillFields(NamedTuple):
+    """Upload of a prefill call: T tokens of Q chunks (T and Q padded).
+
+    tokens: [T]. targets: [T], the token after each, for prompt logprobs. slots: [Q], 0 for padding chunks.
+    starts, lengths: [Q], positions of each chunk. samples: [Q], 1 where a token is sampled at its end.
+    records: [Q, F]. tables: [Q, M], the rows' whole page tables.
+    """
+
+    tokens: jax.Array
+    targets: jax.Array
+    slots: jax.Array
+    starts: jax.Array
+    lengths: jax.Array
+    samples: jax.Array
+    records: jax.Array
+    tables: jax.Array
+
+
+class DecodeFields(NamedTuple):
+    """Upload of a decode call, each [R]: slots (0 for padding rows), and the page each row got, 0 for none."""
+
+    slots: jax.Array
+    new_page: jax.Array
+    new_page_index: jax.Array
+
+
+class PrepareFields(NamedTuple):
+    """Upload of a preparation: slot and prompt_length [1]; tokens [C], -1 padding; bias ids and values [X]."""
+
+    slot: jax.Array
+    prompt_length: jax.Array
+    tokens: jax.Array
+    bias_ids: jax.Array
+    bias_values: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The functions to compile, bound to one model and its static sizes.
+
+    Attributes:
+      graph: the split module; weights are its leaves, in order, with `treedef`.
+      max_logprobs: C. steps: tokens a decode call generates. page_size: S. record_width: F. table_width: M.
+      max_context: most tokens of a row. max_bias: X.
+    """
+
+    graph: nnx.GraphDef
+    treedef: jax.tree_util.PyTreeDef
+    layout: Layout
+    config: ModelConfig
+    max_logprobs: int
+    steps: int
+    page_size: int
+    record_width: int
+    table_width: int
+    max_context: int
+    max_bias: int
+
+    def prefill_packing(self, tokens: int, chunks: int) -> Packing[PrefillFields]:
+        return Packing(PrefillFields, tokens=(tokens,), targets=(tokens,), slots=(chunks,), starts=(chunks,),
+                       lengths=(chunks,), samples=(chunks,), records=(chunks, self.record_width),
+                       tables=(chunks, self.table_width))
+
+    def decode_packing(self, rows: int) -> Packing[DecodeFields]:
+        return Packing(DecodeFields, slots=(rows,), new_page=(rows,), new_page_index=(rows,))
+
+    def prepare_packing(self) -> Packing[PrepareFields]:
+        return Packing(PrepareFields, slot=(1,), prompt_length=(1,), tokens=(self.max_context,),
+                       bias_ids=(self.max_bias,), bias_values=(self.max_bias,))
+
+    def prefill(self, weights: list[jax.Array], kv: KV, state: DeviceState, packed: jax.Array, *, tokens: int,
+                chunks: int) -> tuple[KV, DeviceState, jax.Array, jax.Array]:
+        """Returns (kv, state, sampled [Q, 3 + 2C], prompt logprobs [T, 1 + 2C]); see `pack_sampled`."""
+        model = nnx.merge(self.graph, jax.tree.unflatten(self.treedef, weights))
+        fields = self.prefill_packing(tokens, chunks).unpack(packed)
+        query_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(fields.lengths, dtype=jnp.int32)])
+        index = jnp.arange(tokens, dtype=jnp.int32)
+        row = jnp.searchsorted(query_starts[1:], index, side="right").astype(jnp.int32)
+        row = jnp.minimum(row, chunks - 1)
+        valid = index < query_starts[-1]
+        positions = jnp.where(valid, fields.starts[row] + index - query_starts[row], 0)
+        ends = fields.starts + fields.lengths
+        records = fields.records.at[:, Column.LENGTH].set(ends)
+        pages, offsets = positions_context(positions, row, valid, fields.tables, self.page_size)
+        cos, sin = cos_sin(self.config.rope, self.config.head_dim, positions, records[row, Column.PROMPT_LENGTH])
+        step = StepContext(cos, sin, pages, offsets, fields.tables, query_starts, ends)
+        hidden, kv = model(fields.tokens, kv, step, decode=False)
+
+        state = state._replace(page_table=state.page_table.at[fields.slots].set(fields.tables))
+        last = hidden[jnp.maximum(query_starts[1:] - 1, 0)]
+        sampled, state = self._sample(
+            model, last, state, records, fields.slots, position=ends, emits=fields.samples == 1)
+
+        def score() -> jax.Array:
+            chosen, ids, values = prompt_logprobs(
+                hidden, lambda x: self._logits(model, x), fields.targets, max_logprobs=self.max_logprobs)
+            return jnp.concatenate([_bits(chosen)[:, None], ids, _bits(values)], axis=1)
+
+        asked = jnp.any(records[:, Column.PROMPT_LOGPROBS] == 1)
+        scores = jax.lax.cond(asked, score, lambda: jnp.zeros((tokens, 1 + 2 * self.max_logprobs), jnp.int32))
+        return kv, state, sampled, scores
+
+    def decode(self, weights: list[jax.Array], kv: KV, state: DeviceState, packed: jax.Array, *,
+               rows: int) -> tuple[KV, DeviceState, jax.Array]:
+        """Returns (kv, state, sampled [n, R, 3 + 2C]); n is `steps`. Ended rows give token -1 and cost no attention."""
+        model = nnx.merge(self.graph, jax.tree.unflatten(self.treedef, weights))
+        fields = self.decode_packing(rows).unpack(packed)
+        owner = jnp.where(fields.new_page > 0, fields.slots, 0)  # no new page: write into the null slot's table
+        table = state.page_table.at[owner, fields.new_page_index].set(fields.new_page)
+        state = state._replace(page_table=table.at[0].set(0))
+        page_table = state.page_table[fields.slots]
+        query_starts = jnp.arange(rows + 1, dtype=jnp.int32)
+
+        def advance(kv: KV, state: DeviceState) -> tuple[KV, DeviceState, jax.Array]:
+            records = state.rows[fields.slots]
+            active = (records[:, Column.ACTIVE] == 1) & (fields.slots > 0)
+            position = records[:, Column.LENGTH]
+            pages, offsets = positions_context(
+                position, jnp.arange(rows, dtype=jnp.int32), active, page_table, self.page_size)
+            cos, sin = cos_sin(self.config.rope, self.config.head_dim, position, records[:, Column.PROMPT_LENGTH])
+            lengths = jnp.where(active, position + 1, 0)
+            step = StepContext(cos, sin, pages, offsets, page_table, query_starts, lengths)
+            hidden, kv = model(records[:, Column.LAST_TOKEN], kv, step, decode=True)
+            records = records.at[:, Column.LENGTH].add(active.astype(jnp.int32))
+            sampled, state = self._sample(
+                model, hidden, state, records, fields.slots, position=records[:, Column.LENGTH], emits=active)
+            return kv, state, sampled
+
+        if self.steps == 1:
+            kv, state, sampled = advance(kv, state)
+            return kv, state, sampled[None]
+
+        def turn(i: jax.Array, carry: tuple[KV, DeviceState, jax.Array]) -> tuple[KV, DeviceState, jax.Array]:
+            kv, state, out = carry
+            kv, state, sampled = advance(kv, state)
+            return kv, state, out.at[i].set(sampled)
+
+        out = jnp.zeros((self.steps, rows, 3 + 2 * self.max_logprobs), jnp.int32)
+        return jax.lax.fori_loop(0, self.steps, turn, (kv, state, out))
+
+    def prepare(self, state: DeviceState, packed: jax.Array) -> DeviceState:
+        """Sets what a penalised or biased request keeps beyond its record, before its first chunk."""
+        fields = self.prepare_packing().unpack(packed)
+        slot = fields.slot[0]
+        return state._replace(
+            counts=reset_row(state.counts, slot, fields.tokens, fields.prompt_length[0]),
+            bias_ids=state.bias_ids.at[slot].set(fields.bias_ids),
+            bias_values=state.bias_values.at[slot].set(
+                jax.lax.bitcast_convert_type(fields.bias_values, jnp.float32)))
+
+    def _logits(self, model: nnx.Module, hidden: jax.Array) -> jax.Array:
+        """hidden [R, D] -> [R, V padded] float32, whole on every device: the sampler looks at all of a row."""
+        return jax.lax.with_sharding_constraint(model.logits(hidden), self.layout.sharding(None, None))
+
+    def _sample(self, model: nnx.Module, hidden: jax.Array, state: DeviceState, records: jax.Array,
+                slots: jax.Array, *, position: jax.Array, emits: jax.Array) -> tuple[jax.Array, DeviceState]:
+        """Samples the token at `position` [R] of each row that emits; writes the rows back to the state."""
+        params = row_params(records, position, state.bias_ids[slots], state.bias_values[slots])
+        sampled = sample(self._logits(model, hidden), params, state.counts, slots, max_logprobs=self.max_logprobs,
+                         vocab_size=self.config.vocab_size)
+        token = jnp.where(emits, sampled.tokens, -1)
+        stopped = jnp.any(params.stop_ids == token[:, None], axis=1)
+        ended = stopped | (position + 1 >= records[:, Column.MAX_POSITION]) | ~sampled.finite
+        records = records.at[:, Column.ACTIVE].set((emits & ~ended).astype(jnp.int32))
+        records = records.at[:, Column.LAST_TOKEN].set(jnp.maximum(token, 0))
+        counted = emits & ((params.presence != 0) | (params.frequency != 0) | (params.repetition != 1))
+        state = state._replace(
+            rows=state.rows.at[slots].set(records).at[0].set(0),
+            counts=record_output(state.counts, slots, jnp.maximum(token, 0), counted))
+        return pack_sampled(sampled, token), state
+
+
+def pack_sampled(sampled: Sampled, token: jax.Array) -> jax.Array:
+    """[R, 3 + 2C] int32: token (-1: none), finite, logprob, C ids, C logprobs; floats bit-cast."""
+    return jnp.concatenate(
+        [token[:, None], sampled.finite[:, None].astype(jnp.int32), _bits(sampled.logprob)[:, None],
+         sampled.top_ids, _bits(sampled.top_logprobs)], axis=1)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)

@@ -1,0 +1,170 @@
+"""Runner: owns what lives on the device, dispatches step plans, and collects their results one step late."""
+
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jinfer.engine.catalog import Key, ProgramCatalog, whole
+from jinfer.engine.programs import KV
+from jinfer.engine.state import Column, DeviceState, record
+from jinfer.observe.metrics import Metrics
+from jinfer.scheduler import Request, StepPlan
+
+
+@dataclasses.dataclass(slots=True)
+class Pending:
+    """A dispatched plan and its results, still on the device or on their way to the host."""
+
+    plan: StepPlan
+    prefill: jax.Array | None = None  # [Q, 3 + 2C]
+    scores: jax.Array | None = None  # [T, 1 + 2C], only if a chunk asked for prompt logprobs
+    decode: jax.Array | None = None  # [n, R, 3 + 2C]
+    dispatched: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sampled:
+    """Results on the host, one row a chunk or decode row; see programs.pack_sampled.
+
+    tokens, finite: [.., rows] int32. logprob: [.., rows] float32. top_ids, top_logprobs: [.., rows, C].
+    """
+
+    tokens: np.ndarray
+    finite: np.ndarray
+    logprob: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+    @classmethod
+    def unpack(cls, packed: np.ndarray) -> "Sampled":
+        count = (packed.shape[-1] - 3) // 2
+        return cls(packed[..., 0], packed[..., 1], packed[..., 2].view(np.float32), packed[..., 3 : 3 + count],
+                   packed[..., 3 + count :].view(np.float32))
+
+
+class Runner:
+    """The device side of the engine. Not thread-safe: one loop drives it."""
+
+    def __init__(self, catalog: ProgramCatalog, weights: list[jax.Array], pages: int, metrics: Metrics):
+        self.catalog = catalog
+        self.weights = weights
+        self.pages = pages
+        self.metrics = metrics
+        self._upload = whole(catalog.programs.layout)
+        self.kv: KV = zeros(catalog.abstract_kv(pages))
+        self.state: DeviceState = zeros(catalog.abstract_state())
+        self._records: dict[Request, np.ndarray] = {}
+        self._ready = 0.0  # when the device finished the last collected call
+
+    def dispatch(self, plan: StepPlan) -> Pending:
+        """Starts a plan's calls and returns at once. Under a transfer guard: only the uploads named here happen."""
+        pending = Pending(plan)
+        with jax.transfer_guard("disallow"):
+            if plan.chunks:
+                self._prefill(plan, pending)
+            if plan.rows:
+                self._decode(plan, pending)
+        for result in (pending.prefill, pending.scores, pending.decode):
+            if result is not None:
+                result.copy_to_host_async()
+        pending.dispatched = time.perf_counter()
+        return pending
+
+    def collect(self, pending: Pending) -> tuple[Sampled | None, np.ndarray | None, Sampled | None]:
+        """Waits for a plan's results: (prefill [Q], prompt scores [T, 1 + 2C], decode [n, R])."""
+        metrics, prefill, scores, decode = self.metrics, None, None, None
+        start = max(self._ready, pending.dispatched)
+        if pending.prefill is not None:
+            prefill = Sampled.unpack(np.asarray(jax.device_get(pending.prefill)))
+            if pending.scores is not None:
+                scores = np.asarray(jax.device_get(pending.scores))
+            now = time.perf_counter()
+            metrics.prefill_seconds += now - start
+            start = now
+        if pending.decode is not None:
+            decode = Sampled.unpack(np.asarray(jax.device_get(pending.decode)))
+            now = time.perf_counter()
+            metrics.decode_seconds += now - start
+            start = now
+        self._ready = start
+        return prefill, scores, decode
+
+    def forget(self, request: Request) -> None:
+        """A request ended; what the host keeps for it goes."""
+        self._records.pop(request, None)
+
+    def _put(self, vector: np.ndarray) -> jax.Array:
+        return jax.device_put(vector, self._upload)
+
+    def _prefill(self, plan: StepPlan, pending: Pending) -> None:
+        buckets, programs = self.catalog.buckets, self.catalog.programs
+        total = sum(chunk.length for chunk in plan.chunks)
+        size = buckets.prefill_size(total)
+        vector, fields = programs.prefill_packing(size, min(buckets.max_chunks, size)).empty()
+        begin = 0
+        scored = False
+        for i, chunk in enumerate(plan.chunks):
+            request, end = chunk.request, begin + chunk.length
+            if chunk.start == 0:
+                self._join(request, chunk.slot)
+            fields.tokens[begin:end] = request.tokens(chunk.start, chunk.start + chunk.length)
+            if request.params.prompt_logprobs is not None:
+                scored = True
+                following = request.tokens(chunk.start + 1, chunk.start + chunk.length + 1)
+                fields.targets[begin : begin + len(following)] = following
+            fields.slots[i] = chunk.slot
+            fields.starts[i] = chunk.start
+            fields.lengths[i] = chunk.length
+            fields.samples[i] = chunk.samples
+            fields.records[i] = self._records[request]
+            fields.tables[i, : len(request.pages)] = request.pages
+            begin = end
+        compiled = self.catalog.get(Key("prefill", size), self.pages)
+        self.kv, self.state, pending.prefill, scores = compiled(self.weights, self.kv, self.state, self._put(vector))
+        pending.scores = scores if scored else None
+        self.metrics.prefill_calls += 1
+        self.metrics.prefill_tokens += total
+        self.metrics.padded_prefill_tokens += size - total
+
+    def _decode(self, plan: StepPlan, pending: Pending) -> None:
+        count = len(plan.rows)
+        size = self.catalog.buckets.decode_size(count)
+        vector, fields = self.catalog.programs.decode_packing(size).empty()
+        fields.slots[:count] = [row.slot for row in plan.rows]
+        fields.new_page[:count] = [row.new_page for row in plan.rows]
+        fields.new_page_index[:count] = [row.new_page_index for row in plan.rows]
+        compiled = self.catalog.get(Key("decode", size), self.pages)
+        self.kv, self.state, pending.decode = compiled(self.weights, self.kv, self.state, self._put(vector))
+        self.metrics.decode_calls += 1
+        self.metrics.padded_decode_rows += size - count
+
+    def _join(self, request: Request, slot: int) -> None:
+        """A request (re)enters a slot: its record is kept until it ends, rare state goes up on its own."""
+        programs = self.catalog.programs
+        if request not in self._records:
+            self._records[request] = record(request, programs.record_width)
+        params = request.params
+        if not (params.penalised or params.logit_bias):
+            return
+        vector, fields = programs.prepare_packing().empty()
+        fields.slot[0] = slot
+        fields.prompt_length[0] = len(request.prompt)
+        fields.tokens[:] = -1
+        fields.tokens[: request.length] = request.tokens(0, request.length)
+        fields.bias_ids[:] = -1
+        fields.bias_ids[: len(params.logit_bias)] = list(params.logit_bias)
+        fields.bias_values[: len(params.logit_bias)] = np.array(
+            list(params.logit_bias.values()), np.float32).view(np.int32)
+        self.state = self.catalog.get(Key("prepare", 0), self.pages)(self.state, self._put(vector))
+
+
+def zeros(abstract):
+    """Arrays of zeros made on the devices, never on the host. Zeros, so that no stale NaN meets a mask."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract), out_shardings=shardings)()
+
+
+__all__ = ["Column", "Pending", "Runner", "Sampled"]

@@ -1,0 +1,96 @@
+"""Self-attention over paged KV, shared by all families."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jinfer.config import ModelConfig
+from jinfer.models.layers import Linear
+from jinfer.models.parameter import Precision, grouped_heads, head_columns
+from jinfer.models.rope import rotate
+from jinfer.sharding import Layout
+from pallas_kernels import kv_update, paged_attention
+
+
+class StepContext(NamedTuple):
+    """What every layer of a call needs to know about its T tokens and Q sequences.
+
+    Attributes:
+      cos, sin: [T, R/2] float32 rotary tables.
+      pages, offsets: [T] int32, where each token's KV goes; padding goes to the null page.
+      page_table: [Q, M] int32. query_starts: [Q + 1] int32. kv_lengths: [Q] int32, this call's tokens included.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    pages: jax.Array
+    offsets: jax.Array
+    page_table: jax.Array
+    query_starts: jax.Array
+    kv_lengths: jax.Array
+
+
+class KVPages(NamedTuple):
+    """One layer's pool: k, v [P, K, S, H]."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (arXiv 2305.13245) with rotary positions. K counts physical kv heads."""
+
+    def __init__(self, config: ModelConfig, layout: Layout, precision: Precision, name: str):
+        heads, kv, width, model = config.num_heads, layout.kv_heads(config), config.head_dim, config.hidden_size
+        self.kv_heads, self.group, self.width = kv, heads // kv, width
+        self.window = config.sliding_window
+        self.layout = layout
+
+        def fused(kind: str, tail: tuple[int, ...]):
+            return grouped_heads(*(f"{name}.{p}_proj.{kind}" for p in "qkv"), num_heads=heads,
+                                 num_kv_heads=config.num_kv_heads, kv_heads=kv, head_dim=width, tail=tail)
+
+        from jinfer.models.parameter import plain
+        self.qkv = Linear(fused("weight", (model,)), precision,
+                          bias=fused("bias", ()) if config.qkv_bias else None)
+        self.out = Linear(head_columns(f"{name}.o_proj.weight", kv_heads=kv, group=self.group, head_dim=width,
+                                       rows=model), precision, inputs=3,
+                          bias=plain(f"{name}.o_proj.bias", (model,), (None,)) if config.o_bias else None)
+
+    def __call__(self, x: jax.Array, cache: KVPages, step: StepContext, *, decode: bool) -> tuple[jax.Array, KVPages]:
+        """x: [T, D] -> ([T, D], cache with this call's keys and values written)."""
+        qkv = self.qkv(x)  # [T, K, G + 2, H]
+        q = rotate(qkv[:, :, : self.group], step.cos, step.sin)
+        k = rotate(qkv[:, :, self.group], step.cos, step.sin)
+        attended, cache = self._attend(q, k, qkv[:, :, self.group + 1], cache, step, decode)
+        return self.out(attended), cache
+
+    def _attend(self, q, k, v, cache: KVPages, step: StepContext, decode: bool) -> tuple[jax.Array, KVPages]:
+        """q [T, K, G, H], k and v [T, K, H] -> ([T, K, G, H], cache): each device works on its own kv heads."""
+        scale = self.width**-0.5
+        window = self.window
+
+        def local(q, k, v, cache: KVPages, step: StepContext):
+            tokens, kv_heads, group, width = q.shape
+            k_pages, v_pages = kv_update(cache.k, cache.v, k, v, step.pages, step.offsets)
+            out = paged_attention(
+                q.reshape(tokens, kv_heads * group, width), k_pages, v_pages, step.page_table, step.query_starts,
+                step.kv_lengths, scale=scale, window=window, decode=decode)
+            return out.reshape(q.shape), KVPages(k_pages, v_pages)
+
+        heads = self.layout.spec(None, "kv_heads")
+        whole = jax.tree.map(lambda _: PartitionSpec(), step)
+        sharded = jax.shard_map(
+            local, mesh=self.layout.mesh, in_specs=(heads, heads, heads, KVPages(heads, heads), whole),
+            out_specs=(heads, KVPages(heads, heads)), check_vma=False)
+        return sharded(q, k, v, cache, step)
+
+
+def positions_context(positions: jax.Array, rows: jax.Array, valid: jax.Array, page_table: jax.Array,
+                      page_size: int) -> tuple[jax.Array, jax.Array]:
+    """Page and offset of each token: positions, rows [T] int32, valid [T] bool, page_table [Q, M] -> two [T] int32."""
+    pages = page_table.at[rows, positions // page_size].get(mode="clip")
+    return jnp.where(valid, pages, 0), jnp.where(valid, positions % page_size, 0)

@@ -1,0 +1,89 @@
+"""Layers shared by all families: Linear, Embedding, RMSNorm. Flax NNX modules over flat activations [T, ...].
+
+A module is built from `Parameter`s, which sit where the arrays will be until the loader replaces them.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jinfer.models.parameter import Parameter, Precision, kernel_parameters
+
+
+class Linear(nnx.Module):
+    """y[T, *out] = x[T, *in] . kernel[*out, *in] + bias[*out].
+
+    int8 kernels hold one float32 scale per output channel; activations are then quantised per token and the
+    product is an int32 dot (W8A8, arXiv 2208.07339 without the outlier path). float32 kernels lie [*in, *out],
+    the others [*out, *in]: each is what XLA:CPU multiplies fastest (docs/performance.md).
+    """
+
+    def __init__(self, weight: Parameter, precision: Precision, *, inputs: int = 1, bias: Parameter | None = None):
+        """inputs: how many trailing axes of the weight are contracted."""
+        kernel, scale = kernel_parameters(weight, precision, inputs)
+        self.kernel = nnx.Param(kernel)
+        self.scale = None if scale is None else nnx.Param(scale)
+        self.bias = None if bias is None else nnx.Param(bias)
+        self.inputs = inputs
+        self.inputs_first = precision.inputs_first
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x: [T, *in] -> [T, *out] in x's dtype."""
+        return self.project(x).astype(x.dtype)
+
+    def project(self, x: jax.Array) -> jax.Array:
+        """Like calling it, but keeps the float32 accumulator: [T, *out] float32."""
+        kernel = self.kernel[...]
+        axes = range(self.inputs) if self.inputs_first else range(kernel.ndim - self.inputs, kernel.ndim)
+        dims = ((tuple(range(1, x.ndim)), tuple(axes)), ((), ()))
+        if self.scale is None:
+            y = jax.lax.dot_general(x.astype(kernel.dtype), kernel, dims, preferred_element_type=jnp.float32)
+        else:
+            quantised, scale = quantise_tokens(x)
+            y = jax.lax.dot_general(quantised, kernel, dims, preferred_element_type=jnp.int32)
+            scale = scale.reshape(-1, *(1,) * (y.ndim - 1))
+            y = y.astype(jnp.float32) * scale * self.scale[...]
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
+
+
+class Embedding(nnx.Module):
+    """The token table [V, D], which may also be the output head."""
+
+    def __init__(self, weight: Parameter, precision: Precision):
+        # [V, D] in every precision: a lookup reads whole rows.
+        self.table = Linear(weight, precision.rows_first())
+        self.dtype = precision.activation_dtype
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """tokens: [T] int32 -> [T, D]."""
+        rows = self.table.kernel[...].at[tokens].get(mode="promise_in_bounds")
+        if self.table.scale is not None:
+            scale = self.table.scale[...].at[tokens].get(mode="promise_in_bounds")
+            rows = rows.astype(jnp.float32) * scale[:, None]
+        return rows.astype(self.dtype)
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """Logits of a tied head: x [T, D] -> [T, V] float32."""
+        return self.table.project(x)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight over the last axis, in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, weight: Parameter, eps: float):
+        self.weight = nnx.Param(weight)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * inverse * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def quantise_tokens(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Symmetric int8 per token: x [T, *in] -> (int8 of the same shape, scale [T] float32 with x = q * scale)."""
+    wide = x.astype(jnp.float32)
+    inner = tuple(range(1, x.ndim))
+    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=inner), 1e-30) / 127.0
+    inverse = (1.0 / scale).reshape(-1, *(1,) * len(inner))
+    return jnp.round(wide * inverse).astype(jnp.int8), scale

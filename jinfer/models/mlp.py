@@ -1,0 +1,29 @@
+"""Gated feed-forward network, shared by all families."""
+
+import jax
+from flax import nnx
+
+from jinfer.config import ModelConfig
+from jinfer.models.layers import Linear
+from jinfer.models.parameter import Precision, plain, stacked
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv 2002.05202); gate and up are one matrix [2, F, D]."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, name: str):
+        model, width = config.hidden_size, config.intermediate_size
+        pair = tuple(f"{name}.{p}_proj" for p in ("gate", "up"))
+
+        def both(kind: str, tail: tuple[int, ...]):
+            return stacked(tuple(f"{p}.{kind}" for p in pair), (width, *tail), ("ffn", *(None for _ in tail)))
+
+        self.gate_up = Linear(both("weight", (model,)), precision, bias=both("bias", ()) if config.mlp_bias else None)
+        self.down = Linear(
+            plain(f"{name}.down_proj.weight", (model, width), (None, "ffn")), precision,
+            bias=plain(f"{name}.down_proj.bias", (model,), (None,)) if config.mlp_bias else None)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x: [T, D] -> [T, D]."""
+        gate_up = self.gate_up(x)  # [T, 2, F]
+        return self.down(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1])

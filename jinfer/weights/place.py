@@ -1,0 +1,59 @@
+"""Weights onto the mesh: each device gets its part of each tensor straight from the reader."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+
+from jinfer.errors import CheckpointError
+from jinfer.models.parameter import Index, Parameter
+from jinfer.sharding import Layout
+from jinfer.weights.checkpoint import TensorReader
+
+READERS = 4  # tensors in progress at once; bounds host memory to a few shards
+
+
+def check_names(parameters: list[Parameter], reader: TensorReader, *, tied_head: bool) -> None:
+    """Raises CheckpointError naming tensors that are missing, of another shape, or that nothing uses."""
+    present = set(reader.names())
+    wanted: dict[str, tuple[int, ...]] = {}
+    for parameter in parameters:
+        wanted.update(parameter.sources)
+    missing = sorted(set(wanted) - present)
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks {_listed(missing)}")
+    # Some exporters write a tied head twice.
+    unused = sorted(present - set(wanted) - ({"lm_head.weight"} if tied_head else set()))
+    if unused:
+        raise CheckpointError(f"the checkpoint holds tensors this model does not use: {_listed(unused)}")
+    for name, shape in wanted.items():
+        if tuple(reader.shape(name)) != shape:
+            raise CheckpointError(f"{name} has shape {tuple(reader.shape(name))}, the configuration asks for {shape}")
+
+
+def place(parameters: list[Parameter], reader: TensorReader, layout: Layout,
+          on_bytes: Callable[[int], None] | None = None) -> list[jax.Array]:
+    """Arrays of the parameters, sharded by the layout; no host copy of a whole tensor is made.
+
+    Args:
+      on_bytes: told the bytes of each finished array.
+    """
+
+    def one(parameter: Parameter) -> jax.Array:
+        def part(index: Index) -> np.ndarray:
+            bounded = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, parameter.shape, strict=True))
+            return np.ascontiguousarray(parameter.read(reader, bounded), dtype=parameter.dtype)
+
+        array = jax.make_array_from_callback(parameter.shape, layout.sharding(*parameter.axes), part)
+        array.block_until_ready()
+        if on_bytes is not None:
+            on_bytes(array.nbytes)
+        return array
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return list(pool.map(one, parameters))
+
+
+def _listed(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

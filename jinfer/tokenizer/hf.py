@@ -46,8 +46,7 @@ def from_backend(backend: tokenizers.Tokenizer, *, prefix: tuple[int, ...], bos_
     """Wraps a `tokenizers` tokenizer; `name` stands in error messages."""
     specials = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
     special_ids = frozenset(specials.values())
-    added = backend.get_added_tokens_decoder()
-    size = max([backend.get_vocab_size(), *(i + 1 for i in added)])
+    size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # ids may have gaps
 
     def encode(text: str) -> list[int]:
         if not text.isascii():

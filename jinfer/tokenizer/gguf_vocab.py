@@ -1,0 +1,231 @@
+"""The vocabulary inside a GGUF file: byte-level BPE (`gpt2`) or sentencepiece (`llama`), rebuilt exactly.
+
+Both are handed back to the library that the vocabulary came from: BPE with its merges and the pre-tokeniser
+that `tokenizer.ggml.pre` names to `tokenizers`, pieces with their scores to `sentencepiece`.
+"""
+
+import dataclasses
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from jinfer.errors import CheckpointError, TokenizerError
+from jinfer.tokenizer.chat import ChatTemplate
+from jinfer.tokenizer.hf import from_backend
+from jinfer.tokenizer.spm import META_SPACE, from_model, open_model
+from jinfer.tokenizer.tokenizer import Tokenizer
+from jinfer.weights.gguf_meta import read_metadata
+
+# tokenizer.ggml.token_type; the numbers are those of sentencepiece's ModelProto.SentencePiece.Type.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+# Files made before tokenizer.ggml.eot_token_id existed name the end of a turn only by its text.
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>", "<|eom_id|>")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """How text is cut before merging.
+
+    Attributes:
+      patterns: regular expressions; each splits the pieces of the one before, matches stand alone.
+      ignore_merges: a piece that is a token as a whole is taken without merging.
+      add_bos: the default when the file does not say.
+      nfc: text is put into Unicode normal form C first.
+    """
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
+    nfc: bool = False
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_LINES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|"
+_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+
+_LLAMA3 = _CASELESS + r"\p{N}{1,3}" + _LINES
+_KINDS: dict[PreTokenizer, tuple[str, ...]] = {
+    PreTokenizer((_GPT2,)): (
+        "gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "roberta-bpe"),
+    PreTokenizer((r"\p{N}", _GPT2)): (
+        "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+    PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True): (
+        "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral"),
+    PreTokenizer((_LLAMA3,)): ("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"),
+    PreTokenizer((_CASELESS + r"\p{N}" + _LINES,), nfc=True): (
+        "qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"),
+    PreTokenizer((_CASED % ("", "") + r"\p{N}" + _SLASHES,), ignore_merges=True, add_bos=True): ("tekken",),
+    PreTokenizer((_CASED % (_CONTRACTION, _CONTRACTION) + r"\p{N}{1,3}" + _SLASHES,)): ("gpt-4o", "llama4"),
+    # What llama.cpp falls back to; files that name no pre-tokeniser were made for it.
+    PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")): ("default",),
+}
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {name: kind for kind, names in _KINDS.items() for name in names}
+
+
+def load_gguf(path: Path) -> Tokenizer:
+    """The tokenizer inside the GGUF file `path`. TokenizerError if it has none or one of an unknown kind."""
+    try:
+        vocab = _Vocabulary(path, read_metadata(path))
+    except CheckpointError as error:
+        raise TokenizerError(str(error)) from None
+    model = vocab.value("model", str)
+    if model == "gpt2":
+        return _load_bpe(vocab)
+    if model == "llama":
+        return _load_spm(vocab)
+    raise TokenizerError(f"{path}: tokenizer.ggml.model {model!r} is not supported; known: gpt2, llama")
+
+
+class _Vocabulary:
+    """Checked access to the `tokenizer.*` keys of a file."""
+
+    def __init__(self, path: Path, metadata: Mapping[str, Any]):
+        self.path, self.metadata = path, metadata
+        self.tokens: list[str] = self.strings("tokens")
+        count = len(self.tokens)
+        self.types: Sequence[int] = self.value("token_type", list, [NORMAL] * count)
+        self.bos_id, self.eos_id = self.token("bos_token_id"), self.token("eos_token_id")
+        if len(self.types) != count:
+            raise TokenizerError(f"{path}: {count} tokenizer.ggml.tokens but {len(self.types)} token_type")
+        if not set(self.types) <= {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE}:
+            raise TokenizerError(f"{path}: tokenizer.ggml.token_type must hold numbers from 1 to 6")
+
+    def value(self, key: str, kind: type, default: Any = None) -> Any:
+        name = f"tokenizer.ggml.{key}"
+        value = self.metadata.get(name, default)
+        if value is None:
+            raise TokenizerError(f"{self.path}: no tokenizer: {name} is missing")
+        if not isinstance(value, kind):
+            raise TokenizerError(f"{self.path}: {name} must be {kind.__name__}, got {type(value).__name__}")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        values = self.value(key, list)
+        if not all(isinstance(text, str) for text in values):
+            raise TokenizerError(f"{self.path}: tokenizer.ggml.{key} must hold strings")
+        return values
+
+    def token(self, key: str) -> int | None:
+        value = self.metadata.get(f"tokenizer.ggml.{key}")
+        if value is None or value in (-1, 2**32 - 1):
+            return None
+        if not isinstance(value, int) or not 0 <= value < len(self.tokens):
+            raise TokenizerError(f"{self.path}: tokenizer.ggml.{key} is {value!r}, but there are "
+                                 f"{len(self.tokens)} tokens")
+        return value
+
+    def eos_ids(self) -> tuple[int, ...]:
+        eot = self.token("eot_token_id")
+        found = [self.eos_id, eot, self.token("eom_token_id")]
+        if eot is None:
+            found += [i for i, text in enumerate(self.tokens)
+                      if text in _TURN_ENDS and self.types[i] == CONTROL]
+        return tuple(dict.fromkeys(i for i in found if i is not None))
+
+    def chat(self) -> ChatTemplate | None:
+        source = self.metadata.get("tokenizer.chat_template")
+        if not isinstance(source, str) or not source:
+            return None
+        named = {"bos_token": self.bos_id, "eos_token": self.eos_id,
+                 "unk_token": self.token("unknown_token_id"), "pad_token": self.token("padding_token_id")}
+        prefix = "tokenizer.chat_template."
+        others = {key.removeprefix(prefix): text for key, text in self.metadata.items()
+                  if key.startswith(prefix) and isinstance(text, str)}
+        return ChatTemplate({**others, "default": source},
+                            {name: self.tokens[i] for name, i in named.items() if i is not None})
+
+
+def _load_bpe(vocab: _Vocabulary) -> Tokenizer:
+    name = vocab.value("pre", str, "default")
+    kind = PRE_TOKENIZERS.get(name)
+    if kind is None:
+        raise TokenizerError(f"{vocab.path}: tokenizer.ggml.pre {name!r} is not supported; known: "
+                             f"{', '.join(sorted(PRE_TOKENIZERS))}")
+    merges = [_pair(vocab.path, merge) for merge in vocab.strings("merges")]
+    ids = {text: i for i, text in enumerate(vocab.tokens)}
+    try:
+        model = models.BPE(ids, merges, ignore_merges=kind.ignore_merges)
+    except Exception as error:  # the library raises bare exceptions
+        raise TokenizerError(f"{vocab.path}: tokenizer.ggml.merges do not fit the tokens: {error}") from None
+    backend = tokenizers.Tokenizer(model)
+    if kind.nfc:
+        backend.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in kind.patterns]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([
+        tokenizers.AddedToken(text, special=type_ == CONTROL, normalized=False)
+        for text, type_ in zip(vocab.tokens, vocab.types, strict=True) if type_ in (CONTROL, USER_DEFINED)])
+    add_bos = vocab.value("add_bos_token", bool, kind.add_bos)
+    prefix = (vocab.bos_id,) if add_bos and vocab.bos_id is not None else ()
+    return from_backend(
+        backend, prefix=prefix, bos_id=vocab.bos_id, eos_ids=vocab.eos_ids(), chat=vocab.chat(),
+        name=str(vocab.path))
+
+
+def _pair(path: Path, merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if not left or not right:
+        raise TokenizerError(f"{path}: tokenizer.ggml.merges holds {merge!r}, not two tokens")
+    return left, right
+
+
+def _load_spm(vocab: _Vocabulary) -> Tokenizer:
+    scores = vocab.value("scores", list)
+    if len(scores) != len(vocab.tokens):
+        raise TokenizerError(
+            f"{vocab.path}: {len(vocab.tokens)} tokenizer.ggml.tokens but {len(scores)} scores")
+    types = list(vocab.types)
+    if UNKNOWN not in types:  # sentencepiece cannot do without one
+        unknown = vocab.token("unknown_token_id")
+        types[0 if unknown is None else unknown] = UNKNOWN
+    # Converters store user-defined pieces with plain spaces.
+    pieces = [text.replace(" ", META_SPACE) if kind == USER_DEFINED else text
+              for text, kind in zip(vocab.tokens, types, strict=True)]
+    model = _model_proto(pieces, scores, types, vocab.value("add_space_prefix", bool, True))
+    return from_model(
+        model, open_model(model, str(vocab.path)), add_bos=vocab.value("add_bos_token", bool, True),
+        bos_id=vocab.bos_id, eos_ids=vocab.eos_ids(), chat=vocab.chat())
+
+
+def _model_proto(
+        pieces: Sequence[str], scores: Sequence[float], types: Sequence[int], dummy_prefix: bool) -> bytes:
+    """A sentencepiece ModelProto (sentencepiece_model.proto), written field by field: it needs no protobuf
+    package.
+
+    No normalisation beyond spaces, spaces kept as they are: what Llama's, Mistral's and Gemma's models state.
+    """
+    out = bytearray()
+    for text, score, kind in zip(pieces, scores, types, strict=True):
+        data = text.encode()
+        # SentencePiece { piece (1), score (2), type (3) }
+        tail = b"\x15" + struct.pack("<f", score) + b"\x18" + bytes((kind,))
+        body = b"\x0a" + _varint(len(data)) + data + tail
+        out += b"\x0a" + _varint(len(body)) + body
+    byte_fallback = types.count(BYTE) == 256
+    trainer = b"\x18\x02" + b"\x98\x02" + bytes([byte_fallback])  # model_type (3) BPE, byte_fallback (35)
+    name = b"identity"
+    # name (1), add_dummy_prefix (3), remove_extra_whitespaces (4), escape_whitespaces (5)
+    normalizer = (b"\x0a" + _varint(len(name)) + name + b"\x18" + bytes([dummy_prefix]) + b"\x20\x00"
+                  + b"\x28\x01")
+    out += b"\x12" + _varint(len(trainer)) + trainer + b"\x1a" + _varint(len(normalizer)) + normalizer
+    return bytes(out)
+
+
+def _varint(value: int) -> bytes:
+    if value < 128:
+        return bytes((value,))
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])

@@ -64,16 +64,44 @@ def _search(weights: jax.Array, filters: Filters) -> jax.Array:
     known_p = ~cut | (known_k & ((better[:, -1] >= goal) | limited | (count == vocab)))
     found = jnp.maximum(edge, jnp.where(cut, nucleus, 0.0))
 
-    def bisect() -> jax.Array:
-        edge_ = lax.cond(
-            jnp.all(known_k), lambda: edge, lambda: jnp.where(known_k, edge, _largest(weights, k, counting=True))
-        )
-        mass_ = jnp.sum(jnp.where(weights >= edge_[:, None], weights, 0.0), axis=1)
-        goal_ = jnp.where(cut, filters.top_p * mass_, jnp.inf)
-        return jnp.maximum(edge_, _largest(weights, goal_, counting=False))
-
     known = known_k & known_p
-    return jnp.where(known, found, lax.cond(jnp.all(known), lambda: found, bisect))
+    rest = (weights, filters.top_p, k, known_k, edge)
+    searched = lax.cond(
+        jnp.all(known),
+        lambda: found,
+        lambda: lax.platform_dependent(known, *rest, cpu=_bisect_rows, default=lambda _, *rest: _bisect(*rest)),
+    )
+    return jnp.where(known, found, searched)
+
+
+def _bisect(
+    weights: jax.Array, top_p: jax.Array, k: jax.Array, known_k: jax.Array, edge: jax.Array
+) -> jax.Array:
+    """Thresholds [R] from the whole vocabulary; edge [R] is that of top_k where known_k [R]."""
+    edge = lax.cond(
+        jnp.all(known_k),
+        lambda: edge,
+        lambda: jnp.where(known_k, edge, _largest(weights, k.astype(jnp.float32), counting=True)),
+    )
+    mass = jnp.sum(jnp.where(weights >= edge[:, None], weights, 0.0), axis=1)
+    nucleus = lax.cond(
+        jnp.any(top_p < 1),
+        lambda: _largest(weights, jnp.where(top_p < 1, top_p * mass, jnp.inf), counting=False),
+        lambda: jnp.zeros_like(mass),
+    )
+    return jnp.maximum(edge, nucleus)
+
+
+def _bisect_rows(known: jax.Array, *rest: jax.Array) -> jax.Array:
+    """`_bisect` of the unknown rows one by one: on CPU a row stays in cache, and the known rows cost nothing."""
+    unknown_first = jnp.argsort(known)
+
+    def one(i: jax.Array, least: jax.Array) -> jax.Array:
+        row = unknown_first[i]
+        (value,) = _bisect(*(lax.dynamic_slice_in_dim(a, row, 1) for a in rest))
+        return least.at[row].set(value)
+
+    return lax.fori_loop(0, jnp.sum(~known, dtype=jnp.int32), one, jnp.zeros_like(rest[1]))
 
 
 def _largest(weights: jax.Array, goal: jax.Array, *, counting: bool) -> jax.Array:

@@ -5,6 +5,7 @@ Order: raw logits (these give the logprobs) -> bias -> penalties -> end tokens m
 temperature -> top_k -> top_p -> min_p -> draw. Everything is float32 and every row is independent of the others.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from jinfer.sampling.logprobs import logprobs
 from jinfer.sampling.penalties import penalise
 
 LARGEST = float(jnp.finfo(jnp.float32).max)
+BLOCK_ROWS = 8  # rows at a time on CPU: 1.5 MiB of logits at a vocabulary of 49,152
 COLDEST = 1e-20  # below it 1 / temperature would overflow; such a row is greedy in all but name
 
 
@@ -78,70 +80,121 @@ def sample(
     if vocab_size is not None and vocab_size < logits.shape[1]:
         inside = lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab_size
         logits = jnp.where(inside, logits, -jnp.inf)
-    penalised = (params.presence != 0) | (params.frequency != 0) | (params.repetition != 1)
-    masked = (params.position < params.min_position)[:, None] & (params.stop_ids >= 0)
-    edited = jnp.any(penalised) | jnp.any(masked) | jnp.any(params.bias_ids >= 0)
-
-    def edit() -> jax.Array:
-        rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-        vocab = logits.shape[1]  # an index out of range is dropped
-        x = logits.at[rows, jnp.where(params.bias_ids < 0, vocab, params.bias_ids)].add(
-            params.bias_values, mode="drop"
-        )
-        x = lax.cond(
-            jnp.any(penalised),
-            lambda x: penalise(x, counts[slots], params.presence, params.frequency, params.repetition),
-            lambda x: x,
-            x,
-        )
-        return x.at[rows, jnp.where(masked, params.stop_ids, vocab)].set(-jnp.inf, mode="drop")
-
-    # Choosing in both branches, rather than after them, saves a copy of the logits where nothing is edited.
-    tokens, best = lax.cond(edited, lambda: _choose(edit(), params), lambda: _choose(logits, params))
+    tokens, best = lax.cond(
+        jnp.any(_edited(params) | _filtered(params)),
+        lambda: lax.platform_dependent(logits, params, counts, slots, cpu=_choose_in_blocks, default=_choose),
+        lambda: _choose_plainly(logits, params),
+    )
     return Sampled(tokens, *_report(logits, tokens, params.logprobs, max_logprobs), jnp.isfinite(best))
 
 
-def _choose(logits: jax.Array, params: RowParams) -> tuple[jax.Array, jax.Array]:
-    """Tokens [R] i32 and the largest logits [R] f32."""
+def _greedy(params: RowParams) -> jax.Array:
+    return (params.temperature <= 0) | (params.top_k == 1)
+
+
+def _filtered(params: RowParams) -> jax.Array:
+    """[R] bool: does the row draw from a part of the vocabulary?"""
+    return ~_greedy(params) & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
+
+
+def _penalised(params: RowParams) -> jax.Array:
+    return (params.presence != 0) | (params.frequency != 0) | (params.repetition != 1)
+
+
+def _masked(params: RowParams) -> jax.Array:
+    """[R, E] bool: end ids that may not be sampled yet."""
+    return (params.position < params.min_position)[:, None] & (params.stop_ids >= 0)
+
+
+def _edited(params: RowParams) -> jax.Array:
+    """[R] bool: do the row's logits change before the temperature?"""
+    return _penalised(params) | jnp.any(_masked(params), axis=1) | jnp.any(params.bias_ids >= 0, axis=1)
+
+
+def _choose_in_blocks(
+    logits: jax.Array, params: RowParams, counts: jax.Array, slots: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`_choose`, a few rows at a time. On CPU the intermediate [R, V] arrays then stay in cache (at 64 rows, fresh
+    pages for them took more time than the arithmetic), and a block of rows pays only for what its own rows ask.
+    """
+    rows = logits.shape[0]
+    block = max(n for n in range(1, BLOCK_ROWS + 1) if rows % n == 0)
+    if block == rows:
+        return _choose(logits, params, counts, slots)
+    blocks = jax.tree.map(lambda a: a.reshape(-1, block, *a.shape[1:]), (logits, params, slots))
+    tokens, best = lax.map(lambda args: _choose(args[0], args[1], counts, args[2]), blocks)
+    return tokens.reshape(rows), best.reshape(rows)
+
+
+def _choose(
+    logits: jax.Array, params: RowParams, counts: jax.Array, slots: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens [R] i32 and the largest logits [R] f32, with everything that rows can ask for."""
+    logits = lax.cond(jnp.any(_edited(params)), _edit, lambda x, *_: x, logits, params, counts, slots)
     best_token, best = argmax(logits)
-    greedy = (params.temperature <= 0) | (params.top_k == 1)
+    greedy = _greedy(params)
     filters = Filters(
         jnp.where(greedy, 0, params.top_k),
         jnp.where(greedy, 1.0, params.top_p),
         jnp.where(greedy, 0.0, params.min_p),
     )
-    filtered = jnp.any((filters.top_k > 0) | (filters.top_p < 1) | (filters.min_p > 0))
-    top_logit = jnp.clip(best, -LARGEST, LARGEST)
-    inverse = 1.0 / jnp.maximum(params.temperature, COLDEST)
 
-    def weigh(x: jax.Array) -> jax.Array:
-        """exp((x - best) / temperature), [R, ...] -> same: 1 for the best token, never NaN for a finite row."""
-        shape = (-1,) + (1,) * (x.ndim - 1)
-        return jnp.exp((jnp.maximum(x, -LARGEST) - top_logit.reshape(shape)) * inverse.reshape(shape))
-
-    def whole() -> jax.Array:
-        blocks = split(logits, -jnp.inf)
-        sums = jnp.sum(weigh(blocks), axis=2)
-        return draw(sums, lambda index: weigh(take(blocks, index)), uniforms(params.seed, params.position))
-
-    def cut() -> jax.Array:
+    def drawn() -> jax.Array:
         # The barrier makes one array of the weights: recomputed ones could differ by a bit from the threshold.
-        weights = lax.optimization_barrier(weigh(logits))
+        weights = lax.optimization_barrier(_weights(logits, best, params.temperature))
         least = threshold(weights, filters)[:, None]
-        blocks = split(weights, 0.0)
-        sums = jnp.sum(jnp.where(blocks >= least[:, :, None], blocks, 0.0), axis=2)
+        kept = split(jnp.where(weights >= least, weights, 0.0), 0.0)
+        return draw(jnp.sum(kept, axis=2), lambda block: take(kept, block), _uniforms(params))
 
-        def block_of(index: jax.Array) -> jax.Array:
-            block = take(blocks, index)
-            return jnp.where(block >= least, block, 0.0)
+    return _select(greedy, best_token, drawn, logits.shape[1]), best
 
-        return draw(sums, block_of, uniforms(params.seed, params.position))
 
-    drawn = lax.cond(
-        jnp.all(greedy), lambda: best_token, lambda: lax.cond(filtered, cut, whole)
+def _choose_plainly(logits: jax.Array, params: RowParams) -> tuple[jax.Array, jax.Array]:
+    """`_choose` where no row edits or filters: at most two passes over the logits, and no array of weights."""
+    best_token, best = argmax(logits)
+
+    def drawn() -> jax.Array:
+        blocks = split(logits, -jnp.inf)
+        sums = jnp.sum(_weights(blocks, best, params.temperature), axis=2)
+
+        def block_of(block: jax.Array) -> jax.Array:
+            return _weights(take(blocks, block), best, params.temperature)
+
+        return draw(sums, block_of, _uniforms(params))
+
+    return _select(_greedy(params), best_token, drawn, logits.shape[1]), best
+
+
+def _select(greedy: jax.Array, best: jax.Array, drawn: Callable[[], jax.Array], vocab: int) -> jax.Array:
+    # Padding of the last block can be drawn only from a broken row.
+    random = lax.cond(jnp.all(greedy), lambda: best, drawn)
+    return jnp.where(greedy, best, jnp.minimum(random, vocab - 1))
+
+
+def _uniforms(params: RowParams) -> jax.Array:
+    return uniforms(params.seed, params.position)
+
+
+def _weights(x: jax.Array, best: jax.Array, temperature: jax.Array) -> jax.Array:
+    """exp((x - best) / temperature) for x [R, ...]: 1 for the best token of a finite row, and nowhere NaN."""
+    shape = (-1,) + (1,) * (x.ndim - 1)
+    inverse = 1.0 / jnp.maximum(temperature, COLDEST)
+    return jnp.exp((x - jnp.clip(best, -LARGEST, LARGEST).reshape(shape)) * inverse.reshape(shape))
+
+
+def _edit(x: jax.Array, params: RowParams, counts: jax.Array, slots: jax.Array) -> jax.Array:
+    """Bias, penalties and the end-token mask: [R, V] -> [R, V]."""
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+    vocab = x.shape[1]  # as an index: out of range, dropped
+    biased = jnp.where(params.bias_ids < 0, vocab, params.bias_ids)
+    x = x.at[rows, biased].add(params.bias_values, mode="drop")
+    x = lax.cond(
+        jnp.any(_penalised(params)),
+        lambda x: penalise(x, counts[slots], params.presence, params.frequency, params.repetition),
+        lambda x: x,
+        x,
     )
-    tokens = jnp.where(greedy, best_token, jnp.minimum(drawn, logits.shape[1] - 1))
-    return tokens, best
+    return x.at[rows, jnp.where(_masked(params), params.stop_ids, vocab)].set(-jnp.inf, mode="drop")
 
 
 def _report(

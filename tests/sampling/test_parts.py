@@ -1,0 +1,147 @@
+"""Thresholds, draws, counts, logprobs and seeds on their own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jinfer.sampling import blocks
+from jinfer.sampling.draw import pick
+from jinfer.sampling.filters import CANDIDATES, Filters, threshold
+from jinfer.sampling.logprobs import logprobs, prompt_logprobs
+from jinfer.sampling.penalties import MOST_OUTPUTS, new_counts, penalise, record_output, reset_row
+from jinfer.sampling.seeds import choice_seed
+
+
+def kept(weights: np.ndarray, k: int, p: float, m: float) -> np.ndarray:
+    order = np.argsort(-weights, kind="stable")
+    ranked = weights[order].astype(np.float64)
+    k = len(weights) if k <= 0 else min(k, len(weights))
+    inside = ranked >= ranked[k - 1]
+    mass = np.where(inside, ranked, 0)
+    inside &= (p >= 1) | (np.cumsum(mass) - mass < p * mass.sum()) | (np.arange(len(weights)) == 0)
+    inside &= ranked >= m * ranked[0]
+    return np.sort(order[inside])
+
+
+@pytest.mark.parametrize("vocab", [40, CANDIDATES, 640])
+@pytest.mark.parametrize("sharpness", [0.01, 1.0, 5.0])
+def test_thresholds_keep_what_sorting_keeps(vocab: int, sharpness: float):
+    rng = np.random.default_rng(vocab)
+    cases = [
+        (k, p, m)
+        for k in (0, 1, 3, CANDIDATES - 1, CANDIDATES, CANDIDATES + 1, 300)
+        for p in (0.0, 0.2, 0.713, 0.97, 1.0)
+        for m in (0.0, 0.05, 1.0)
+    ]
+    logits = rng.normal(size=(len(cases), vocab)) * sharpness
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True)).astype(np.float32)
+    k, p, m = (np.array(a) for a in zip(*cases, strict=True))
+    filters = Filters(jnp.int32(k), jnp.float32(p), jnp.float32(m))
+    least = np.asarray(jax.jit(threshold)(weights, filters))
+    for i, case in enumerate(cases):
+        np.testing.assert_array_equal(np.flatnonzero(weights[i] >= least[i]), kept(weights[i], *case), str(case))
+
+
+def test_a_row_s_threshold_does_not_depend_on_who_needs_the_search():
+    rng = np.random.default_rng(0)
+    weights = np.float32(np.exp(-rng.exponential(size=(4, 1000)) * 3))
+    filters = Filters(jnp.int32([0, 500, 10, 0]), jnp.float32([0.5, 0.9, 0.9, 0.01]), jnp.zeros(4))
+    search = jax.jit(threshold)
+    together = np.asarray(search(weights, filters))
+    for i in range(4):
+        neutral = Filters(*(jnp.where(jnp.arange(4) == i, a, b) for a, b in zip(filters, (0, 1.0, 0), strict=True)))
+        assert np.asarray(search(weights, neutral))[i] == together[i]
+
+
+@pytest.mark.parametrize("vocab", [3, 64, 65, 1000])
+def test_argmax_and_top_with_ties(vocab: int):
+    x = np.random.default_rng(vocab).integers(-3, 4, size=(50, vocab)).astype(np.float32)
+    index, best = blocks.argmax(jnp.asarray(x))
+    np.testing.assert_array_equal(index, x.argmax(axis=1))
+    np.testing.assert_array_equal(best, x.max(axis=1))
+    k = min(20, vocab)
+    values, ids = blocks.top(jnp.asarray(x), k)
+    order = np.argsort(-x, axis=1, kind="stable")[:, :k]
+    np.testing.assert_array_equal(ids, order)
+    np.testing.assert_array_equal(values, np.take_along_axis(x, order, axis=1))
+
+
+def test_pick_never_draws_weight_0():
+    weights = jnp.float32([[0, 3, 0, 1, 0], [0, 0, 1e-30, 0, 0], [0, 0, 0, 0, 0], [1e-30, 0, 0, 1e30, 0]])
+    for u in (0.0, 0.5, 0.7499999, 0.75, 1 - 2**-24):
+        got = pick(weights, jnp.full(4, u, jnp.float32))
+        assert got[0] == (1 if u < 0.75 else 3)
+        assert got[1] == 2
+        assert 0 <= got[2] < 5
+        assert got[3] in (0, 3)
+    rng = np.random.default_rng(0)
+    weights = np.float32(np.where(rng.random((200, 97)) < 0.7, 0, rng.random((200, 97)) ** 8))
+    for u in (0.0, 1 - 2**-24):
+        got = np.asarray(pick(jnp.asarray(weights), jnp.full(200, u, jnp.float32)))
+        assert (weights[np.arange(200), got] > 0).all()
+
+
+def test_counts_remember_prompt_and_output():
+    counts = new_counts(3, 10)
+    tokens = jnp.int32([4, 4, 5, 4, 7, 7, -1, -1])
+    counts = reset_row(counts, jnp.int32(1), tokens, jnp.int32(3))
+    assert counts[1].tolist() == [0, 0, 0, 0, 3, 1, 0, 4, 0, 0]
+    counts = record_output(counts, jnp.int32([2, 1, 0]), jnp.int32([9, 5, 3]), jnp.array([True, True, False]))
+    assert counts[1].tolist() == [0, 0, 0, 0, 3, 3, 0, 4, 0, 0]
+    assert counts[2].tolist() == [0] * 9 + [2]
+    assert counts[0].sum() == counts[3].sum() == 0
+    counts = reset_row(counts, jnp.int32(1), jnp.full(8, -1), jnp.int32(0))
+    assert counts[1].sum() == 0
+
+
+@pytest.mark.parametrize("prompt", [0, 1])
+def test_counts_saturate(prompt: int):
+    counts = new_counts(1, 4).at[0, 2].set(2 * (MOST_OUTPUTS - 1) + prompt)
+    for _ in range(3):
+        counts = record_output(counts, jnp.int32([0]), jnp.int32([2]), jnp.array([True]))
+    assert counts[0, 2] == 2 * MOST_OUTPUTS + prompt
+
+
+def test_neutral_penalties_change_no_bit():
+    x = np.float32(np.random.default_rng(0).normal(size=(2, 100)))
+    counts = np.random.default_rng(1).integers(0, 2**15, size=(2, 100)).astype(np.int16)
+    zero, one = jnp.zeros(2), jnp.ones(2)
+    np.testing.assert_array_equal(penalise(jnp.asarray(x), jnp.asarray(counts), zero, zero, one), x)
+
+
+def test_logprobs_of_a_table():
+    logits = np.full((1, 300), -40.0, np.float32)
+    logits[0, 97:101] = np.log([0.5, 0.3, 0.15, 0.05])
+    chosen, ids, values = logprobs(jnp.asarray(logits), jnp.int32([99]), max_logprobs=4)
+    np.testing.assert_allclose(chosen, [-1.89712], atol=1e-5)
+    assert ids.tolist() == [[97, 98, 99, 100]]
+    np.testing.assert_allclose(values, [[-0.69315, -1.20397, -1.89712, -2.99573]], atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 21])
+@pytest.mark.parametrize("top", [0, 3])
+def test_prompt_logprobs_in_blocks_equal_whole(length: int, top: int):
+    rng = np.random.default_rng(length)
+    hidden, matrix = (jnp.float32(rng.normal(size=s)) for s in ((length, 16), (16, 200)))
+    targets = jnp.int32(rng.integers(0, 200, size=length))
+
+    def head(x: jax.Array) -> jax.Array:
+        assert x.shape[0] <= 8
+        return x @ matrix
+
+    got = prompt_logprobs(hidden, head, targets, max_logprobs=top, block=8)
+    raw = np.asarray(jax.nn.log_softmax(hidden @ matrix))
+    np.testing.assert_allclose(got[0], raw[np.arange(length), targets], atol=1e-4)
+    order = np.argsort(-raw, axis=1)[:, :top]
+    np.testing.assert_array_equal(got[1], order)
+    np.testing.assert_allclose(got[2], np.take_along_axis(raw, order, axis=1), atol=1e-4)
+
+
+def test_choice_seeds():
+    seeds = {choice_seed(s, c) for s in (0, 1, -1, 7, 2**32 + 7, 2**63, 2**64 - 2) for c in range(4)}
+    assert len(seeds) == 28
+    assert all(0 <= s < 2**32 for s in seeds)
+    assert choice_seed(7, 2) == choice_seed(7, 2) == 3868737664  # a change would change every seeded output
+    assert len({choice_seed(None, 0) for _ in range(20)}) > 15
+

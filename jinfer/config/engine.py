@@ -27,10 +27,10 @@ class LayoutConfig:
         for axis, size in self.mesh.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ConfigError(f"layout.mesh.{axis}: must be a positive integer, got {size!r}")
-        for logical, axis in self.rules.items():
-            if axis is not None and axis not in self.mesh:
+        for logical, target in self.rules.items():
+            if target is not None and target not in self.mesh:
                 raise ConfigError(
-                    f"layout.rules.{logical}: mesh axis {axis!r} is not one of {', '.join(self.mesh)}")
+                    f"layout.rules.{logical}: mesh axis {target!r} is not one of {', '.join(self.mesh)}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

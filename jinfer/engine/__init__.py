@@ -1,0 +1,1 @@
+"""The step: programs, device state, runner, the loop, outputs."""

@@ -1,9 +1,8 @@
 """What a request gives back: deltas while it runs, a RequestOutput when it ends. Plain data, no JAX."""
 
 import dataclasses
-from typing import Literal
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+from jinfer.scheduler.request import FinishReason
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,68 @@
+"""What an engine asks of the process and the device before it runs: allocator, compilation cache, free memory."""
+
+import contextlib
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from jinfer.errors import CacheError
+
+CPU_SHARE = 1 / 8  # of the available memory: a laptop has other things to do
+UNKNOWN_MEMORY = 16 * 2**30  # bytes, for a device that does not report its memory
+
+
+def prepare_backend(mesh: Mesh) -> None:
+    """On CPU with glibc, keeps freed blocks in the process.
+
+    XLA:CPU allocates each call's temporaries anew; with glibc's defaults large ones are mapped and unmapped every
+    time and the page faults cost more than the arithmetic (docs/performance.md).
+    """
+    if mesh.devices.flat[0].platform != "cpu" or not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        m_trim_threshold, m_top_pad, m_mmap_max, m_arena_max = -1, -2, -4, -8
+        for option, value in ((m_arena_max, 1), (m_mmap_max, 0), (m_trim_threshold, 2**31 - 1), (m_top_pad, 256 << 20)):
+            mallopt(option, value)
+
+
+def use_compilation_cache(directory: str | Path | None, mesh: Mesh) -> None:
+    """Turns the persistent cache on, for programs of any size. Raises CacheError if the directory cannot be used."""
+    if directory == "":
+        return
+    if directory is None:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"  # where users keep caches, not a setting of ours
+        directory = Path(home) / "jinfer" / "xla"
+    path = Path(directory).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".probe-{os.getpid()}"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise CacheError(
+            f"compilation_cache: {path} cannot be written ({error.strerror}); name another directory or set it "
+            "to '' to switch the cache off") from None
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def device_memory(device: jax.Device, utilization: float) -> int:
+    """Bytes jinfer may use on a device: a share of an accelerator, of what is available on a CPU."""
+    if device.platform == "cpu":
+        return int(available_host_memory() * CPU_SHARE)
+    stats = device.memory_stats() or {}
+    return int(stats.get("bytes_limit", UNKNOWN_MEMORY) * utilization)
+
+
+def available_host_memory() -> int:
+    """Bytes the host can give without swapping."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,236 @@
+"""Engine: the loop. Plan, dispatch, collect the step before; requests in, deltas out."""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jinfer.config import EngineConfig, SamplingParams
+from jinfer.engine.admission import Admission
+from jinfer.engine.build import build
+from jinfer.engine.choice import Choice
+from jinfer.engine.outputs import Delta, RequestOutput, Timing, TokenLogprob
+from jinfer.engine.runner import Pending, Sampled
+from jinfer.errors import JinferError, RequestError
+from jinfer.scheduler import FinishReason, Request
+
+
+class Engine:
+    """Continuous batching of one model. Single-threaded: whoever calls `step` owns it.
+
+    Attributes:
+      config, model_config, tokenizer: what it was built from. max_context: longest sequence, tokens.
+      metrics: counters, updated in place.
+    """
+
+    def __init__(self, model: str | Path, config: EngineConfig | None = None, *,
+                 on_progress: Callable[[str], None] | None = None):
+        """Loads and compiles everything.
+
+        Args:
+          model: a folder, a .gguf file, the name of the embedded default, or a Hub id.
+          on_progress: told in a few words what is going on.
+
+        Raises:
+          ConfigError, LayoutError, CheckpointError, TokenizerError, CacheError: one line each.
+        """
+        parts = build(model, config or EngineConfig(), on_progress or (lambda text: None))
+        self.config = parts.config
+        self.model_config = parts.model
+        self.tokenizer = parts.tokenizer
+        self.max_context = parts.admission.max_context
+        self.metrics = parts.metrics
+        self._admission: Admission = parts.admission
+        self._scheduler = parts.scheduler
+        self._runner = parts.runner
+        self._outputs: dict[str, RequestOutput] = {}
+        self._choices: dict[str, list[Choice]] = {}
+        self._by_request: dict[Request, Choice] = {}
+        self._pending: Pending | None = None
+        self._deltas: list[Delta] = []  # of cancellations, handed out by the next step
+        self._ids = itertools.count()
+
+    @property
+    def has_work(self) -> bool:
+        """Something to compute, to collect or to hand out."""
+        return bool(self._scheduler.has_work or self._pending or self._deltas)
+
+    def submit(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
+               request_id: str | None = None, add_special: bool = True) -> str:
+        """Queues a request; its deltas come out of `step`.
+
+        Args:
+          add_special: add the beginning-of-sequence token to text as the tokenizer is configured (not for
+            rendered chat templates, which hold it already).
+
+        Returns:
+          The request's id.
+
+        Raises:
+          RequestError, CapacityError: the request is refused and nothing else is disturbed.
+        """
+        start = time.perf_counter()
+        params = params or SamplingParams()
+        request_id = f"req-{next(self._ids)}" if request_id is None else request_id
+        if request_id in self._outputs:
+            raise RequestError("request_id", f"{request_id!r} is in use")
+        ids = self._admission.tokens(prompt, add_special)
+        now = time.perf_counter()
+        requests = self._admission.requests(request_id, ids, params, now)
+        for request in requests:
+            try:
+                self._scheduler.add(request)
+            except JinferError:
+                for other in requests:
+                    self._scheduler.cancel(other)
+                raise
+        named = self._admission.named_stops(params)
+        choices = [Choice(request, self.tokenizer, named) for request in requests]
+        self._choices[request_id] = choices
+        self._by_request.update(zip(requests, choices, strict=True))
+        self._outputs[request_id] = RequestOutput(
+            request_id, prompt if isinstance(prompt, str) else None, ids, [c.completion for c in choices],
+            None if params.prompt_logprobs is None else [TokenLogprob(ids[0], None)] * len(ids),
+            Timing(arrived=now, tokenise=now - start))
+        self.metrics.prompt_tokens += len(ids)
+        self._gauge()
+        return request_id
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends a request in whatever state it is; False if it is not there any more."""
+        choices = self._choices.get(request_id)
+        if choices is None:
+            return False
+        self.metrics.requests_cancelled += 1
+        for choice in choices:
+            if choice.completion.finish_reason is None:
+                text = choice.flush()
+                choice.completion.text += text
+                self._end(choice, "cancelled", text, ())
+        self._gauge()
+        return True
+
+    def step(self) -> list[Delta]:
+        """One turn: plans and dispatches the next step, then collects the one before it.
+
+        Returns what that one added to each choice. A failure of the device or of a program leaves the engine
+        unusable and is raised.
+        """
+        start = time.perf_counter()
+        plan = self._scheduler.plan()
+        dispatched = None if plan.empty else self._runner.dispatch(plan)
+        if dispatched is not None:
+            self.metrics.steps += 1
+            for chunk in plan.chunks:
+                timing = self._outputs[chunk.request.id].timing
+                timing.scheduled = timing.scheduled or dispatched.dispatched
+        self.metrics.host_seconds += time.perf_counter() - start
+        pending, self._pending = self._pending, dispatched
+        if pending is not None:
+            results = self._runner.collect(pending)
+            start = time.perf_counter()
+            self._process(pending, *results)
+            self._gauge()
+            self.metrics.host_seconds += time.perf_counter() - start
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def close(self) -> None:
+        """Cancels what is left and drops the device arrays."""
+        for request_id in list(self._choices):
+            self.cancel(request_id)
+        self._pending = None
+        self._runner.close()
+
+    def check(self) -> None:
+        """Asserts the invariants of pages and slots (tests, idle moments)."""
+        self._scheduler.check()
+
+    def _process(self, pending: Pending, prefill: Sampled | None, scores: np.ndarray | None,
+                 decode: Sampled | None) -> None:
+        now = time.perf_counter()
+        begin = 0
+        for i, chunk in enumerate(pending.plan.chunks):
+            choice = self._by_request.get(chunk.request)
+            if choice is not None and scores is not None and chunk.request.params.prompt_logprobs is not None:
+                self._score(chunk.request, chunk.start, scores[begin : begin + chunk.length])
+            begin += chunk.length
+            if choice is not None and chunk.samples:
+                assert prefill is not None
+                self._take(choice, prefill, (i,), now)
+            elif choice is not None and chunk.final:
+                self._end(choice, "length", "", ())  # max_tokens 0: the prompt was only scored
+        if decode is not None:
+            for i, row in enumerate(pending.plan.rows):
+                choice = self._by_request.get(row.request)
+                if choice is not None:
+                    self._take(choice, decode, (slice(None), i), now)
+        self._scheduler.collected(pending.plan)
+
+    def _take(self, choice: Choice, sampled: Sampled, at: tuple, now: float) -> None:
+        """Hands a choice the tokens of one step."""
+        request = choice.request
+        tokens = np.atleast_1d(sampled.tokens[at])
+        tokens = tokens[tokens >= 0].tolist()
+        if not tokens:
+            return  # its row had ended on the device; the host finds out with this very step's tokens
+        asked = request.params.logprobs
+        logprobs = [] if asked is None else self._logprobs(tokens, sampled, at, asked)
+        if not np.atleast_1d(sampled.finite[at])[: len(tokens)].all():
+            self.metrics.requests_failed += 1
+            self._outputs[request.id].error = RequestError("model", "produced logits that are not finite")
+            self._end(choice, "error", "", ())
+            return
+        kept, text, reason = choice.push(tokens, logprobs)
+        self._scheduler.append(request, kept)
+        self.metrics.output_tokens += len(kept)
+        if request.index == 0:
+            self._outputs[request.id].timing.token_times.extend([now] * len(kept))
+        if reason is not None:
+            self._end(choice, reason, text, kept)
+        else:
+            self._deltas.append(choice.delta(text, kept, self._outputs[request.id], False))
+
+    def _logprobs(self, tokens: list[int], sampled: Sampled, at: tuple, count: int) -> list[TokenLogprob]:
+        values = np.atleast_1d(sampled.logprob[at])
+        ids = sampled.top_ids[at].reshape(len(values), -1)[:, :count]
+        tops = sampled.top_logprobs[at].reshape(len(values), -1)[:, :count]
+        return [TokenLogprob(token, float(values[i]), tuple(zip(ids[i].tolist(), tops[i].tolist(), strict=True)))
+                for i, token in enumerate(tokens)]
+
+    def _score(self, request: Request, start: int, scores: np.ndarray) -> None:
+        """Prompt logprobs by position: row t of a chunk is about the token after it. Recomputation writes them again."""
+        if request.index:
+            return
+        entries = self._outputs[request.id].prompt_logprobs
+        assert entries is not None
+        count = (scores.shape[1] - 1) // 2
+        asked = request.params.prompt_logprobs or 0
+        values, tops = scores[:, 0].view(np.float32), scores[:, 1 + count :].view(np.float32)
+        for t in range(min(len(scores), len(request.prompt) - start - 1)):
+            pairs = zip(scores[t, 1 : 1 + asked].tolist(), tops[t, :asked].tolist(), strict=True)
+            entries[start + t + 1] = TokenLogprob(request.prompt[start + t + 1], float(values[t]), tuple(pairs))
+
+    def _end(self, choice: Choice, reason: FinishReason, text: str, tokens: Sequence[int]) -> None:
+        """The one way a choice ends: slot, pages and records go, the last delta goes out."""
+        request = choice.request
+        choice.completion.finish_reason = reason
+        self._scheduler.finish(request, reason)
+        self._runner.forget(request)
+        del self._by_request[request]
+        output = self._outputs[request.id]
+        output.timing.preemptions += request.preemptions
+        finished = output.finished and all(c.finish_reason for c in output.completions)
+        if finished:
+            output.timing.finished = time.perf_counter()
+            del self._choices[request.id], self._outputs[request.id]
+            self.metrics.requests_finished += reason not in ("cancelled", "error")
+        self._deltas.append(choice.delta(text, tokens, output, finished))
+
+    def _gauge(self) -> None:
+        scheduler, metrics = self._scheduler, self.metrics
+        metrics.requests_waiting, metrics.requests_running = scheduler.waiting, scheduler.running
+        metrics.preemptions = scheduler.preemptions
+        metrics.pages_free, metrics.pages_peak = scheduler.pool.free, scheduler.pool.peak

@@ -8,13 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
-from gguf_files import LLAMA_PLAIN, write_gguf, write_llama
 from safetensors.numpy import load_file
 
 from jinfer.errors import CheckpointError
 from jinfer.weights import open_checkpoint
 from jinfer.weights.gguf import GgufReader
 from jinfer.weights.gguf_meta import read_head, read_metadata
+from tests.weights.gguf_files import LLAMA_PLAIN, write_gguf, write_llama
 
 DATA = Path(__file__).parents[1] / "data"
 BLOCKS = json.loads((DATA / "quant/gguf_blocks.json").read_text())

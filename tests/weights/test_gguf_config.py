@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_files import LLAMA_PLAIN, write_gguf, write_llama
 from safetensors.numpy import load_file
 
 from jinfer.config.model import RopeConfig
@@ -12,6 +11,7 @@ from jinfer.errors import CheckpointError, ConfigError
 from jinfer.models.rope import inverse_frequencies
 from jinfer.weights import open_checkpoint
 from jinfer.weights.hf_config import read_hf_config
+from tests.weights.gguf_files import LLAMA_PLAIN, write_gguf, write_llama
 
 MODELS = Path(__file__).parents[1] / "data/models"
 PLAIN = load_file(MODELS / "llama_plain/model.safetensors")

@@ -9,6 +9,8 @@ import numpy as np
 
 from jinfer.config.model import ModelConfig
 from jinfer.errors import CheckpointError
+from jinfer.weights.gguf_config import read_gguf_config
+from jinfer.weights.gguf_meta import read_head
 from jinfer.weights.hf_config import read_hf_config
 from jinfer.weights.safetensors import SafetensorsReader
 
@@ -57,19 +59,33 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises ConfigError (unsupported configuration) or CheckpointError (broken files), naming what is wrong.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: neither a model folder nor a .gguf file")
+    if path.is_dir():
+        return _open_folder(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return _open_gguf(path)
+    raise CheckpointError(f"{path}: neither a model folder nor a .gguf file")
+
+
+def _open_folder(path: Path) -> Checkpoint:
     config = read_hf_config(path)
     reader = SafetensorsReader(path)
     _check_buffers(reader, config)
-    return _checkpoint(config, reader, path)
+    return Checkpoint(config, reader, path, _main_dtype(path, reader.bytes_by_dtype()))
 
 
-def _checkpoint(config: ModelConfig, reader: SafetensorsReader, path: Path) -> Checkpoint:
-    by_dtype = reader.bytes_by_dtype()
+def _open_gguf(path: Path) -> Checkpoint:
+    from jinfer.weights.gguf import GgufReader  # the gguf package takes half a second to import
+
+    head = read_head(path)
+    reader = GgufReader(path, head)
+    config = read_gguf_config(path, head, reader.rope_factors())
+    return Checkpoint(config, reader, path, _main_dtype(path, reader.bytes_by_dtype()))
+
+
+def _main_dtype(path: Path, by_dtype: dict[str, int]) -> str:
     if not by_dtype:
         raise CheckpointError(f"{path}: holds no tensors")
-    return Checkpoint(config, reader, path, max(by_dtype, key=lambda dtype: by_dtype[dtype]))
+    return max(by_dtype, key=lambda dtype: by_dtype[dtype])
 
 
 def _check_buffers(reader: SafetensorsReader, config: ModelConfig) -> None:

@@ -52,7 +52,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=main.integer("num_key_value_heads", None) or heads,
         head_dim=head_dim,
-        max_context=_context(rope, positions),
+        max_context=context_length(rope, positions),
         norm_eps=main.number("rms_norm_eps", 1e-6),
         tie_embeddings=main.flag("tie_word_embeddings", False),
         qkv_bias=attention_bias,
@@ -202,8 +202,8 @@ def _rope(main: _Section, positions: int, head_dim: int) -> RopeConfig:
                       partial=partial, **options)
 
 
-def _context(rope: RopeConfig, positions: int) -> int:
-    """Longest sequence: `max_position_embeddings` is unextended for dynamic and may be for yarn."""
+def context_length(rope: RopeConfig, positions: int) -> int:
+    """Longest sequence in tokens, from the stored one: that is unextended for dynamic and may be for yarn."""
     if rope.kind in ("dynamic", "yarn"):
         return max(positions, int(rope.factor * rope.original_context))
     return positions

@@ -47,7 +47,7 @@ class Parts:
 def build(model: str | Path, config: EngineConfig, progress: Progress) -> Parts:
     """Checks first, then loads, compiles, sizes the pool and allocates it."""
     progress("finding the model")
-    path = resolve_model(model, on_progress=progress)
+    path = resolve_model(model, on_progress=lambda what, done, total: progress(f"{what} {done * 100 // max(total, 1)}%"))
     checkpoint = open_checkpoint(path)
     layout = Layout.build(config.layout)
     layout.check(checkpoint.config)
@@ -104,7 +104,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         # An int8 model has given up more precision than bfloat16 KV costs.
         kv_dtype = "bfloat16" if config.quantization == "int8" else dtype
     max_context = config.max_context or model.max_context
-    if max_context > model.max_context:
+    if max_context > model.max_context and model.rope.kind != "dynamic":  # which stretches to any length
         raise ConfigError(f"max_context: {max_context} is more than the model's {model.max_context}")
     return dataclasses.replace(config, dtype=dtype, kv_dtype=kv_dtype, max_context=max_context)
 

@@ -96,6 +96,11 @@ class Runner:
         """A request ended; what the host keeps for it goes."""
         self._records.pop(request, None)
 
+    def close(self) -> None:
+        """Frees the device arrays."""
+        for array in jax.tree.leaves((self.kv, self.state)):
+            array.delete()
+
     def _put(self, vector: np.ndarray) -> jax.Array:
         return jax.device_put(vector, self._upload)
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jinfer.config import ModelConfig
 from jinfer.models.layers import Linear
-from jinfer.models.parameter import Precision, grouped_heads, head_columns
+from jinfer.models.parameter import Parameter, Precision, grouped_heads, head_columns, plain
 from jinfer.models.rope import rotate
 from jinfer.sharding import Layout
 from pallas_kernels import kv_update, paged_attention
@@ -49,11 +49,10 @@ class Attention(nnx.Module):
         self.window = config.sliding_window
         self.layout = layout
 
-        def fused(kind: str, tail: tuple[int, ...]):
+        def fused(kind: str, tail: tuple[int, ...]) -> Parameter:
             return grouped_heads(*(f"{name}.{p}_proj.{kind}" for p in "qkv"), num_heads=heads,
                                  num_kv_heads=config.num_kv_heads, kv_heads=kv, head_dim=width, tail=tail)
 
-        from jinfer.models.parameter import plain
         self.qkv = Linear(fused("weight", (model,)), precision,
                           bias=fused("bias", ()) if config.qkv_bias else None)
         self.out = Linear(head_columns(f"{name}.o_proj.weight", kv_heads=kv, group=self.group, head_dim=width,

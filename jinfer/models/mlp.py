@@ -5,7 +5,7 @@ from flax import nnx
 
 from jinfer.config import ModelConfig
 from jinfer.models.layers import Linear
-from jinfer.models.parameter import Precision, plain, stacked
+from jinfer.models.parameter import Parameter, Precision, plain, stacked
 
 
 class GatedMLP(nnx.Module):
@@ -15,7 +15,7 @@ class GatedMLP(nnx.Module):
         model, width = config.hidden_size, config.intermediate_size
         pair = tuple(f"{name}.{p}_proj" for p in ("gate", "up"))
 
-        def both(kind: str, tail: tuple[int, ...]):
+        def both(kind: str, tail: tuple[int, ...]) -> Parameter:
             return stacked(tuple(f"{p}.{kind}" for p in pair), (width, *tail), ("ffn", *(None for _ in tail)))
 
         self.gate_up = Linear(both("weight", (model,)), precision, bias=both("bias", ()) if config.mlp_bias else None)

@@ -116,7 +116,9 @@ def padded_rows(name: str, shape: tuple[int, ...], rows: int, axes: tuple[str | 
 
     def read(reader: Reader, index: Index) -> np.ndarray:
         start, stop = index[0].start, index[0].stop
-        part = reader.read(name, (slice(min(start, shape[0]), min(stop, shape[0])), *index[1:]))
+        if start >= shape[0]:
+            return np.zeros((stop - start, index[1].stop - index[1].start), np.float32)
+        part = reader.read(name, (slice(start, min(stop, shape[0])), *index[1:]))
         return np.pad(part, ((0, stop - start - part.shape[0]), (0, 0)))
 
     return Parameter((rows, *shape[1:]), axes, {name: shape}, read)

@@ -16,11 +16,11 @@ from jinfer.errors import LayoutError
 class Layout:
     """A mesh and rules, logical axis -> mesh axis. Axes without a rule are replicated.
 
-    Logical axes in use: vocab, kv_heads (with them their query heads), ffn.
+    Logical axes in use: vocab, kv_heads (with them their query heads), ffn. Hashable: modules carry it as static.
     """
 
     mesh: Mesh
-    rules: dict[str, str | None]
+    rules: tuple[tuple[str, str | None], ...]
 
     @classmethod
     def build(cls, config: LayoutConfig, devices: Sequence[jax.Device] | None = None) -> "Layout":
@@ -30,19 +30,22 @@ class Layout:
         if wanted > len(devices):
             raise LayoutError(f"layout.mesh: needs {wanted} devices, {len(devices)} present")
         grid = np.array(devices[:wanted]).reshape(tuple(config.mesh.values()))
-        return cls(Mesh(grid, tuple(config.mesh)), dict(config.rules))
+        return cls(Mesh(grid, tuple(config.mesh)), tuple(sorted(config.rules.items())))
 
     def spec(self, *axes: str | None) -> PartitionSpec:
         """PartitionSpec of an array with these logical axes; None is a replicated axis."""
-        return PartitionSpec(*(self.rules.get(axis) if axis else None for axis in axes))
+        return PartitionSpec(*(self._mesh_axis(axis) for axis in axes))
 
     def sharding(self, *axes: str | None) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(*axes))
 
     def degree(self, axis: str) -> int:
         """How many parts a logical axis is cut into."""
-        name = self.rules.get(axis)
+        name = self._mesh_axis(axis)
         return 1 if name is None else self.mesh.shape[name]
+
+    def _mesh_axis(self, axis: str | None) -> str | None:
+        return dict(self.rules).get(axis) if axis else None
 
     def kv_heads(self, model: ModelConfig) -> int:
         """Physical kv heads: each rank needs a whole one, so they are replicated where ranks outnumber them."""

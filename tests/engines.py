@@ -1,0 +1,70 @@
+"""Engines on tiny models for tests: built once a configuration, programs compiled when first needed."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinfer.config import EngineConfig, SamplingParams
+from jinfer.engine.engine import Engine
+from jinfer.engine.outputs import Delta, RequestOutput
+
+DATA = Path(__file__).parent / "data"
+SMALL = {"page_size": 8, "kv_pages": 129, "max_rows": 8, "prefill_tokens": 32, "warmup": False}
+
+
+class Engines:
+    """A cache of engines. Each leaves with no request in it."""
+
+    def __init__(self, cache: Path):
+        self._cache = cache
+        self._built: dict[str, Engine] = {}
+
+    def get(self, model: str | Path, **overrides: Any) -> Engine:
+        """model: a name under tests/data/models or a path; overrides: EngineConfig fields."""
+        key = repr((model, sorted(overrides.items())))
+        if key not in self._built:
+            path = DATA / "models" / model if isinstance(model, str) else model
+            config = EngineConfig(**{**SMALL, "compilation_cache": self._cache, **overrides})
+            self._built[key] = Engine(path, config)
+        engine = self._built[key]
+        assert not engine.has_work, "an earlier test left requests behind"
+        return engine
+
+
+def golden(name: str) -> dict[str, Any]:
+    return json.loads((DATA / "golden" / f"{name}.json").read_text())
+
+
+def drain(engine: Engine) -> tuple[dict[str, RequestOutput], list[Delta]]:
+    """Runs until idle; checks the accounting; returns outputs by id, and every delta in order."""
+    outputs: dict[str, RequestOutput] = {}
+    deltas: list[Delta] = []
+    while engine.has_work:
+        for delta in engine.step():
+            deltas.append(delta)
+            if delta.request_finished:
+                assert delta.request_id not in outputs, "finished twice"
+                outputs[delta.request_id] = delta.output
+    engine.check()
+    assert engine.metrics.pages_free == engine.metrics.pages_total
+    for request_id, output in outputs.items():
+        for choice in output.completions:
+            mine = [d for d in deltas if d.request_id == request_id and d.index == choice.index]
+            assert "".join(d.text for d in mine) == choice.text
+            assert [t for d in mine for t in d.token_ids] == choice.token_ids
+            assert [d.finish_reason for d in mine if d.finish_reason] == [choice.finish_reason]
+    return outputs, deltas
+
+
+def run(engine: Engine, prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams]) -> list[RequestOutput]:
+    """Submits all at once and runs them; results in order."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    ids = [engine.submit(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+    outputs, _ = drain(engine)
+    return [outputs[i] for i in ids]
+
+
+def one(engine: Engine, prompt: str | Sequence[int], **params: Any) -> RequestOutput:
+    return run(engine, [prompt], SamplingParams(**params))[0]

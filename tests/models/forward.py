@@ -1,0 +1,43 @@
+"""A whole forward pass outside the engine: one chunk over fresh pages, logits of every position."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jinfer.config import LayoutConfig, ModelConfig
+from jinfer.models import build_model
+from jinfer.models.attention import KVPages, StepContext
+from jinfer.models.parameter import Precision
+from jinfer.models.rope import cos_sin
+from jinfer.sharding import Layout
+from jinfer.weights.place import check_names, place
+
+PAGE = 16
+
+
+def forward(config: ModelConfig, reader, ids: list[int], *, dtype: str = "float32", quantization: str | None = None,
+            tensor: int = 1) -> np.ndarray:
+    """Logits [T, V] float32 of a prompt seen as one chunk."""
+    layout = Layout.build(LayoutConfig(mesh={"tensor": tensor}))
+    precision = Precision.of(dtype, quantization)
+    graph, abstract = nnx.split(build_model(config, layout, precision))
+    parameters, treedef = jax.tree.flatten(abstract)
+    check_names(parameters, reader, tied_head=config.tie_embeddings)
+    weights = place(parameters, reader, layout)
+    count = len(ids)
+    pages = -(-count // PAGE)
+    positions = jnp.arange(count, dtype=jnp.int32)
+
+    @jax.jit
+    def run(weights, tokens):
+        shape = (pages + 1, layout.kv_heads(config), PAGE, config.head_dim)
+        kv = [KVPages(*(jnp.zeros(shape, precision.activation_dtype) for _ in range(2))) for _ in range(config.num_layers)]
+        cos, sin = cos_sin(config.rope, config.head_dim, positions, jnp.full(count, count, jnp.int32))
+        step = StepContext(cos, sin, 1 + positions // PAGE, positions % PAGE, jnp.arange(1, pages + 1, dtype=jnp.int32)[None],
+                           jnp.array([0, count], jnp.int32), jnp.array([count], jnp.int32))
+        model = nnx.merge(graph, jax.tree.unflatten(treedef, weights))
+        hidden, _ = model(tokens, kv, step, decode=False)
+        return model.logits(hidden)[:, : config.vocab_size]
+
+    return np.asarray(run(weights, jnp.asarray(ids, jnp.int32)))

@@ -89,7 +89,7 @@ class StreamDecoder:
         if rules.byte_level:
             return self._run.feed(piece)
         if token_id in rules.byte_ids:
-            if self._at_start and not self._run.pending and rules.leading_space(token_id):
+            if self._at_start and rules.leading_space(token_id):
                 piece = piece[1:]
             self._at_start = False
             return self._run.feed(piece)
@@ -151,10 +151,6 @@ class _Utf8Run:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    @property
-    def pending(self) -> bool:
-        return bool(self._decoder.getstate()[0])
-
     def feed(self, data: bytes) -> str:
         return self._decoder.decode(data)
 
@@ -172,10 +168,6 @@ class _ByteRun:
 
     def __init__(self) -> None:
         self._held = b""
-
-    @property
-    def pending(self) -> bool:
-        return bool(self._held)
 
     def feed(self, data: bytes) -> str:
         text, self._held = _legal(self._held + data)

@@ -173,7 +173,7 @@ def test_llama_style_tokenizer_json(tmp_path, gguf_spm):
 @pytest.mark.parametrize(("prepare", "message"), [
     (lambda path: None, "holds no tokenizer.json"),
     (lambda path: (path / "tokenizer.json").write_text("{"), "not a usable tokenizer.json"),
-    (lambda path: (path / "tokenizer.model").write_bytes(b"\x00\x01junk"), "not a usable sentencepiece model"),
+    (lambda path: (path / "tokenizer.model").write_bytes(b"\x00\x01no"), "not a usable sentencepiece model"),
     (lambda path: (path / "tekken.json").write_text("{}"), "tekken.json is not supported"),
     (lambda path: [(path / name).write_bytes(b"") for name in ("a.model", "b.model")], "several"),
 ])

@@ -18,9 +18,10 @@ from jinfer.weights.gguf_meta import read_metadata
 from tests.tokenizer.conftest import bpe_vocabulary, spm_vocabulary, write_gguf
 
 AWKWARD = [
-    "", " ", "  ", "\n\n\n", " hello", "hello ", "x1y22z333", "½²٣४ⅷ", "don't I'LL we've 'S", "\t\tx = 0;\r\n",
+    "", " ", "  ", "\n\n\n", " hello", "he ", "x1y22z333", "½²٣४ⅷ", "don't I'LL we've 'S", "\t\tx = 0;\r\n",
     "   leading", "trailing   ", "漢字かな交じり文", "😀😃👨\u200d👩\u200d👧", "e\u0301 é", "\u200b\ufeff",
-    "مرحبا", "हिन्दी", "\x00\x01\x7f", "<|im_start|>user\nhi<|im_end|>", "a<|im_end|> b", "a\u00a0b\u2003c\u3000d",
+    "مرحبا", "हिन्दी", "\x00\x01\x7f", "<|im_start|>user\nhi<|im_end|>",
+    "<|im_end|> b", "a\u00a0b\u2003c\u3000d",
     "https://x.y/z?q=1&r=2#f", "def f(x):\n    return x**2  # c\n", "...!!!???", "a\n\n\n\nb\t\t\tc      d"]
 
 

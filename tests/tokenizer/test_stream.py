@@ -116,6 +116,17 @@ def test_cut_inside_a_character(table_open):
     assert table_open.decode(ids) == "é\ufffd"
 
 
+@pytest.mark.parametrize("told", [1, 2, 3])
+def test_prompt_that_ends_inside_a_character(table_open, sp, told):
+    for tokenizer in (table_open, sp):
+        ids = tokenizer.encode("ab😀", add_special=False)
+        before, rest = ids[:len(ids) - 4 + told], ids[len(ids) - 4 + told:]
+        assert "".join(streamed(tokenizer, rest, before)) == "😀"
+        assert "".join(streamed(tokenizer, [], before)) == ""
+        word = tokenizer.encode("c", add_special=False)
+        assert "".join(streamed(tokenizer, word, before)).lstrip() == "c"
+
+
 def test_sentencepiece_cases(sp):
     cases = json.loads((DATA / "tokenizer" / "sp_cases.json").read_text("utf-8"))
     for case in cases["decode"]:

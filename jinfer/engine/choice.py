@@ -60,6 +60,8 @@ class Choice:
                 break
         if reason is not None:
             text += self.flush()
+            if self._stops is not None and self._stops.matched is not None:
+                reason = "stop"  # a match that more text could still have changed
         completion.token_ids.extend(kept)
         completion.text += text
         if completion.logprobs is not None:
@@ -69,16 +71,15 @@ class Choice:
 
     def flush(self) -> str:
         """Text held back as a possible stop or as half a character, when no more tokens come."""
-        if self._decoder is None or (self._stops is not None and self._stops.matched is not None):
+        if self._decoder is None:
             return ""
         tail = self._decoder.flush()
         if self._stops is None:
             return tail
-        text = self._stops.push(tail)
+        text = self._stops.push(tail) + self._stops.flush()
         if self._stops.matched is not None:
             self.completion.stop_reason = self._stops.matched
-            return text
-        return text + self._stops.flush()
+        return text
 
     def delta(self, text: str, tokens: Sequence[int], output: RequestOutput, finished: bool) -> Delta:
         completion = self.completion

@@ -1,0 +1,145 @@
+"""In float32 a request's tokens depend on nothing but itself: not on neighbours, chunks, preemption or the mesh."""
+
+import numpy as np
+import pytest
+
+from jinfer.config import LayoutConfig, SamplingParams
+from tests.engines import drain, golden, run
+
+LONG = golden("logits_llama_plain")["prompts"]["long"]
+SHORT = golden("logits_llama_plain")["prompts"]["short"]
+
+
+def _prompts(count: int, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, n).tolist() for n in rng.integers(1, 70, count)]
+
+
+def _ids(outputs):
+    return [o.completions[0].token_ids for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def alone(engines):
+    """Greedy ids of twelve prompts, each run by itself."""
+    engine = engines.get("llama_plain")
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    return [run(engine, [prompt], params)[0].completions[0].token_ids for prompt in _prompts(12)]
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.mark.parametrize("name", ["llama_plain", "llama_dynamic", "llama_bias", "llama_kv1"])
+def test_greedy_ids_equal_transformers(engines, name):
+    engine = engines.get(name, max_context=128)
+    for prompt in golden(f"logits_{name}")["prompts"].values():
+        got = run(engine, [prompt["ids"]], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))[0]
+        # `dynamic` rotates cached keys for the length they were written at, a forward without cache for the last
+        count = 1 if name == "llama_dynamic" and len(prompt["ids"]) > 64 else 16
+        assert got.completions[0].token_ids[:count] == prompt["greedy16_nocache"][:count]
+
+
+@pytest.mark.parametrize("overrides", [
+    {}, {"prefill_tokens": 16}, {"page_size": 16}, {"page_size": 4, "kv_pages": 257, "decode_steps": 4}, {"decode_steps": 8},
+    {"max_rows": 3},
+], ids=str)
+def test_batch_equals_alone(engines, alone, overrides):
+    assert _ids(run(engines.get("llama_plain", **overrides), _prompts(12), GREEDY)) == alone
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_preempted_equals_alone(engines, alone, steps):
+    engine = engines.get("llama_plain", kv_pages=21, decode_steps=steps)
+    before = engine.metrics.preemptions
+    assert _ids(run(engine, _prompts(12), GREEDY)) == alone
+    assert engine.metrics.preemptions > before
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_tensor_parallel_equals_alone(engines, alone, tensor):
+    layout = LayoutConfig(mesh={"tensor": tensor})
+    assert _ids(run(engines.get("llama_plain", layout=layout), _prompts(12), GREEDY)) == alone
+
+
+def test_kv_heads_are_replicated_where_ranks_outnumber_them(engines):
+    prompt = golden("logits_llama_kv1")["prompts"]["long"]
+    engine = engines.get("llama_kv1", layout=LayoutConfig(mesh={"tensor": 4}), max_context=128)
+    got = run(engine, [prompt["ids"]], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))[0]
+    assert got.completions[0].token_ids == prompt["greedy16_nocache"]
+    assert engine.metrics.kv_bytes == 4 * engines.get("llama_kv1", max_context=128).metrics.kv_bytes
+
+
+def test_seeded_sampling_depends_on_seed_and_position_only(engines):
+    """Case C10, and C18 with temperature 1: alone, in a batch, and preempted."""
+    def params(i):
+        return SamplingParams(temperature=1.0, seed=i, max_tokens=24, ignore_eos=True, top_p=0.95)
+
+    prompts = _prompts(8, seed=1)
+    engine, tight = engines.get("llama_plain"), engines.get("llama_plain", kv_pages=21)
+    alone = [run(engine, [p], params(i))[0].completions[0].token_ids for i, p in enumerate(prompts)]
+    before = tight.metrics.preemptions
+    assert _ids(run(engine, prompts, [params(i) for i in range(8)])) == alone
+    assert _ids(run(tight, prompts, [params(i) for i in range(8)])) == alone
+    assert tight.metrics.preemptions > before
+    assert _ids(run(engine, prompts, [params(i + 100) for i in range(8)])) != alone
+
+
+def test_lengths_around_pages_cold_warm_and_recycled(engines):
+    """Case C16: prompts of every length around page edges; the pages have had other owners before."""
+    ids, logprob = LONG["ids"], {}
+    for page, pages in ((4, 65), (8, 33), (16, 17)):
+        engine = engines.get("llama_plain", page_size=page, kv_pages=pages)
+        prompts = [ids[:n] for n in range(1, 66)]
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
+        rounds = [run(engine, prompts, params), run(engine, prompts[::-1], params)[::-1]]
+        for outputs in rounds:
+            for n, output in enumerate(outputs):
+                choice = output.completions[0]
+                values = [e.logprob for e in choice.logprobs]
+                first = logprob.setdefault(n, (choice.token_ids, values))
+                assert choice.token_ids == first[0]
+                np.testing.assert_allclose(values, first[1], atol=1e-3)
+    assert logprob[64][0][:1] == run(engines.get("llama_plain"), [ids[:65]], GREEDY)[0].completions[0].token_ids[:1]
+
+
+def test_logprobs_equal_the_golden_logits(engines):
+    """Case C11 at engine level, whole and in chunks."""
+    for overrides in ({}, {"prefill_tokens": 16}):
+        engine = engines.get("llama_plain", **overrides)
+        for prompt in (SHORT, LONG):
+            params = SamplingParams(temperature=0, max_tokens=1, logprobs=5, prompt_logprobs=2)
+            output = run(engine, [prompt["ids"]], params)[0]
+            entries = output.prompt_logprobs
+            assert [e.token_id for e in entries] == prompt["ids"]
+            assert entries[0].logprob is None
+            got = [e.logprob for e in entries[1:]]
+            np.testing.assert_allclose(got, prompt["prompt_logprobs"][1:], atol=1e-3)
+            assert all(len(e.top) == 2 and e.top[0][1] >= e.logprob - 1e-5 for e in entries[1:])
+            logits = np.array(prompt["last_logits"])
+            want = logits - np.log(np.exp(logits).sum())
+            first = output.completions[0].logprobs[0]
+            assert [t for t, _ in first.top] == np.argsort(-want)[:5].tolist()
+            np.testing.assert_allclose([v for _, v in first.top], np.sort(want)[::-1][:5], atol=1e-3)
+
+
+def test_scores_survive_preemption(engines):
+    engine = engines.get("llama_plain", kv_pages=21)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, prompt_logprobs=0)
+    before = engine.metrics.preemptions
+    for index, output in enumerate(run(engine, [LONG["ids"][:50]] * 8, params)):
+        got = [e.logprob for e in output.prompt_logprobs[1:]]
+        np.testing.assert_allclose(got, LONG["prompt_logprobs"][1:50], atol=1e-3, err_msg=str(index))
+    assert engine.metrics.preemptions > before
+
+
+def test_cancelling_others_disturbs_nobody(engines, alone):
+    engine = engines.get("llama_plain")
+    ids = [engine.submit(p, GREEDY) for p in _prompts(12)]
+    for step in range(6):
+        engine.step()
+        engine.cancel(ids[2 * step])
+    outputs, _ = drain(engine)
+    for index in range(1, 12, 2):
+        if ids[index] in outputs:
+            assert outputs[ids[index]].completions[0].token_ids == alone[index]

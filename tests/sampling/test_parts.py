@@ -40,7 +40,9 @@ def test_thresholds_keep_what_sorting_keeps(vocab: int, sharpness: float):
     filters = Filters(jnp.int32(k), jnp.float32(p), jnp.float32(m))
     least = np.asarray(jax.jit(threshold)(weights, filters))
     for i, case in enumerate(cases):
-        np.testing.assert_array_equal(np.flatnonzero(weights[i] >= least[i]), kept(weights[i], *case), str(case))
+        np.testing.assert_array_equal(
+            np.flatnonzero(weights[i] >= least[i]), kept(weights[i], *case), str(case)
+        )
 
 
 def test_a_row_s_threshold_does_not_depend_on_who_needs_the_search():
@@ -50,7 +52,9 @@ def test_a_row_s_threshold_does_not_depend_on_who_needs_the_search():
     search = jax.jit(threshold)
     together = np.asarray(search(weights, filters))
     for i in range(4):
-        neutral = Filters(*(jnp.where(jnp.arange(4) == i, a, b) for a, b in zip(filters, (0, 1.0, 0), strict=True)))
+        neutral = Filters(
+            *(jnp.where(jnp.arange(4) == i, a, b) for a, b in zip(filters, (0, 1.0, 0), strict=True))
+        )
         assert np.asarray(search(weights, neutral))[i] == together[i]
 
 
@@ -144,4 +148,3 @@ def test_choice_seeds():
     assert all(0 <= s < 2**32 for s in seeds)
     assert choice_seed(7, 2) == choice_seed(7, 2) == 3868737664  # a change would change every seeded output
     assert len({choice_seed(None, 0) for _ in range(20)}) > 15
-

@@ -58,9 +58,18 @@ def test_a_row_s_threshold_does_not_depend_on_who_needs_the_search():
         assert np.asarray(search(weights, neutral))[i] == together[i]
 
 
+def test_equal_tokens_beyond_the_candidates_count_in_the_mass_of_top_k():
+    weights = np.full((1, 300), 0.01, np.float32)
+    weights[0, 100:200], weights[0, [7, 8, 250]] = 0.5, 1.0
+    # top_k 10 keeps 3 + 100 tokens of mass 53; 0.08 of it is above the 3 best, 0.05 is not
+    for p, size in ((0.08, 103), (0.05, 3)):
+        least = threshold(weights, Filters(jnp.int32([10]), jnp.float32([p]), jnp.zeros(1)))
+        assert (weights >= least).sum() == size
+
+
 @pytest.mark.parametrize("vocab", [3, 64, 65, 1000])
 def test_argmax_and_top_with_ties(vocab: int):
-    x = np.random.default_rng(vocab).integers(-3, 4, size=(50, vocab)).astype(np.float32)
+    x = np.floor(np.random.default_rng(vocab).exponential(size=(50, vocab))).astype(np.float32)
     index, best = blocks.argmax(jnp.asarray(x))
     np.testing.assert_array_equal(index, x.argmax(axis=1))
     np.testing.assert_array_equal(best, x.max(axis=1))
@@ -79,10 +88,13 @@ def test_pick_never_draws_weight_0():
         assert got[1] == 2
         assert 0 <= got[2] < 5
         assert got[3] in (0, 3)
+    draw_many = jax.jit(pick)
     rng = np.random.default_rng(0)
     weights = np.float32(np.where(rng.random((200, 97)) < 0.7, 0, rng.random((200, 97)) ** 8))
-    for u in (0.0, 1 - 2**-24):
-        got = np.asarray(pick(jnp.asarray(weights), jnp.full(200, u, jnp.float32)))
+    ends = np.cumsum(weights, axis=1) / weights.sum(axis=1, keepdims=True)
+    for u in (0.0, 1 - 2**-24, *ends[np.arange(200), np.random.default_rng(1).integers(0, 97, (20, 200))]):
+        u = np.broadcast_to(np.minimum(u, 1 - 2**-24), 200).astype(np.float32)
+        got = np.asarray(draw_many(jnp.asarray(weights), u))
         assert (weights[np.arange(200), got] > 0).all()
 
 

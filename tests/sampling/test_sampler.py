@@ -246,6 +246,10 @@ def test_a_seed_gives_the_same_token_in_any_row_beside_any_neighbour():
         logits = rng.normal(size=(ROWS, 300))
         logits[at] = mine
         assert run(logits, rows).tokens[at] == alone
+    many = [*others, *others, *others, *others, row, *others[:3]]  # 24: more rows than a block of rows on CPU
+    logits = rng.normal(size=(24, 300))
+    logits[20] = mine
+    assert run(logits, many).tokens[20] == alone
     walk = [int(run(mine[None], [row.but(position=i)]).tokens[0]) for i in range(24)]
     assert len(set(walk)) > 12
 
@@ -300,7 +304,8 @@ def test_greedy_ties_go_to_the_lowest_id():
     logits = np.zeros((4, 200))
     for i, ids in enumerate([(199, 64), (65, 64), (0, 199), (63, 64)]):
         logits[i, list(ids)] = 2.0
-    assert run(logits, [Row()] * 4).tokens.tolist() == [64, 64, 0, 63]
+    for row in (Row(), Row(temperature=1.0, top_k=1)):
+        assert run(logits, [row] * 4).tokens.tolist() == [64, 64, 0, 63]
 
 
 # --- the program --------------------------------------------------------------------------------------------

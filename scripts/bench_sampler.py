@@ -1,13 +1,14 @@
 """Times the sampler alone: python scripts/bench_sampler.py [--vocab 49152] [--rows 1 8 64].
 
-Prints the median of a call for each mix of parameters, the bytes of the logits a second that it means (one pass
-over the logits is the least a sampler can do), and the time to compile the one program that serves them all.
+Prints the median of a call for each mix of parameters, the bytes of the logits a second that it means (one
+pass over the logits is the least a sampler can do), and the time to compile the one program that serves
+them all.
 """
 
 import argparse
-import functools
 import statistics
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -63,17 +64,20 @@ def row_params(rows: int, mix: dict[str, object]) -> RowParams:
     )
 
 
-def median(call: object, *args: object, repeats: int) -> float:
+def median(call: Callable[[], object], repeats: int) -> float:
+    """Seconds of a call."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        jax.block_until_ready(call(*args))  # type: ignore[operator]
+        jax.block_until_ready(call())
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vocab", type=int, default=49152)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--max-logprobs", type=int, default=20)
@@ -82,38 +86,41 @@ def main() -> None:
     device = jax.devices()[0]
     print(f"{device.platform} {device.device_kind}, vocabulary {args.vocab}")
     for rows in args.rows:
-        rng = np.random.default_rng(0)
-        # about the entropy of a small language model: a nucleus of tens of tokens, sometimes of hundreds
-        logits = jnp.asarray(rng.gumbel(size=(rows, args.vocab)).astype(np.float32) * 1.3)
-        counts, slots = new_counts(rows, args.vocab), jnp.arange(rows, dtype=jnp.int32)
-        step = jax.jit(functools.partial(sample, max_logprobs=args.max_logprobs))
-        start = time.perf_counter()
-        compiled = step.lower(logits, row_params(rows, {}), counts, slots).compile()
-        memory = compiled.memory_analysis()
-        print(
-            f"\n{rows} rows: compiled in {time.perf_counter() - start:.2f} s, "
-            f"temporaries {memory.temp_size_in_bytes / 2**20:.1f} MiB"
-        )
-        for name, mix in MIXES.items():
-            params = jax.device_put(row_params(rows, mix))
-            seconds = median(compiled, logits, params, counts, slots, repeats=args.repeats)
-            print(f"  {name:32s} {seconds * 1e3:8.3f} ms   logits read at {logits.nbytes / seconds / 1e9:6.2f} GB/s")
-        record = jax.jit(record_output, donate_argnums=0)
-        reset = jax.jit(reset_row, donate_argnums=0)
-        tokens, active = slots * 7, jnp.ones(rows, bool)
-        context = jnp.arange(2048, dtype=jnp.int32) % 1000
+        bench(rows, args.vocab, args.max_logprobs, args.repeats)
 
-        def kept(update: object, *rest: object) -> jax.Array:
-            nonlocal counts
-            counts = update(counts, *rest)  # type: ignore[operator]
-            return counts
 
-        for name, call in {
-            "record_output": lambda: kept(record, slots, tokens, active),
-            "reset_row, 2048 tokens": lambda: kept(reset, slots[0], context, jnp.int32(1000)),
-        }.items():
-            call()
-            print(f"  {name:32s} {median(call, repeats=args.repeats) * 1e3:8.3f} ms")
+def bench(rows: int, vocab: int, max_logprobs: int, repeats: int) -> None:
+    # About the entropy of a small language model: a nucleus of tens of tokens, sometimes of hundreds.
+    logits = jnp.asarray(np.random.default_rng(0).gumbel(size=(rows, vocab)).astype(np.float32) * 1.3)
+    counts, slots = new_counts(rows, vocab), jnp.arange(rows, dtype=jnp.int32)
+    start = time.perf_counter()
+    lowered = jax.jit(sample, static_argnames="max_logprobs").lower(
+        logits, row_params(rows, {}), counts, slots, max_logprobs=max_logprobs
+    )
+    step = lowered.compile()
+    seconds, temporaries = time.perf_counter() - start, step.memory_analysis().temp_size_in_bytes
+    print(f"\n{rows} rows: compiled in {seconds:.2f} s, temporaries {temporaries / 2**20:.1f} MiB")
+    for name, mix in MIXES.items():
+        params = jax.device_put(row_params(rows, mix))
+        seconds = median(lambda params=params: step(logits, params, counts, slots), repeats)  # type: ignore[misc]
+        print(f"  {name:32s} {seconds * 1e3:8.3f} ms  {logits.nbytes / seconds / 1e9:6.2f} GB/s of logits")
+
+    record, reset = jax.jit(record_output, donate_argnums=0), jax.jit(reset_row, donate_argnums=0)
+    tokens, active, context = slots * 7, jnp.ones(rows, bool), jnp.arange(2048, dtype=jnp.int32) % 1000
+
+    def recorded() -> jax.Array:
+        nonlocal counts
+        counts = record(counts, slots, tokens, active)
+        return counts
+
+    def restarted() -> jax.Array:
+        nonlocal counts
+        counts = reset(counts, slots[0], context, jnp.int32(1000))
+        return counts
+
+    for name, call in {"record_output": recorded, "reset_row, 2048 tokens": restarted}.items():
+        call()
+        print(f"  {name:32s} {median(call, repeats) * 1e3:8.3f} ms")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The vocabulary in blocks: arg-max and the k best without a sort of the vocabulary.
 
 XLA:CPU reduces a float maximum at memory speed but runs `argmax` (a reduction over pairs) sixty times slower,
-and `lax.top_k` slows down with the row length on every backend. Both need only the maxima of short blocks first.
+and `lax.top_k` slows down with the row length on every backend. Both need only the maxima of blocks first.
 """
 
 import jax

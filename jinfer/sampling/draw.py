@@ -1,6 +1,6 @@
 """One random token a row by inverting the cumulative distribution, with two uniforms instead of V Gumbels.
 
-A block is drawn by the blocks' masses, then a token within it: exact, as P(token) = P(block) P(token | block).
+A block is drawn by the blocks' masses, then a token in it: exact, as P(token) = P(block) P(token | block).
 """
 
 from collections.abc import Callable
@@ -14,8 +14,9 @@ from jinfer.sampling.blocks import WIDTH, first
 def uniforms(seed: jax.Array, position: jax.Array) -> jax.Array:
     """Two uniforms in [0, 1) that depend on a row's seed and position only: [R] u32, [R] i32 -> [R, 2] f32.
 
-    They are the two words of `fold_in(key(seed), position)`, itself a threefry-2x32 hash (Salmon et al. 2011):
-    unlike `random.bits` these do not change with `jax_default_prng_impl` or `jax_threefry_partitionable`.
+    They are the two words of `fold_in(key(seed), position)`, itself a threefry-2x32 hash (Salmon et al.
+    2011): unlike `random.bits` these do not change with `jax_default_prng_impl` or
+    `jax_threefry_partitionable`.
     """
 
     def words(seed: jax.Array, position: jax.Array) -> jax.Array:
@@ -38,6 +39,9 @@ def pick(weights: jax.Array, u: jax.Array) -> jax.Array:
 
 
 def draw(sums: jax.Array, block_of: Callable[[jax.Array], jax.Array], u: jax.Array) -> jax.Array:
-    """Draws a token. sums [R, N] f32 are the masses of the blocks, block_of(index [R]) -> weights [R, WIDTH]."""
+    """Draws a token [R] i32 with uniforms u [R, 2].
+
+    sums [R, N] f32 are the masses of the blocks; block_of maps their indices [R] to weights [R, WIDTH] f32.
+    """
     block = pick(sums, u[:, 0])
     return block * WIDTH + pick(block_of(block), u[:, 1])

@@ -1,10 +1,11 @@
 """top_k, top_p and min_p as one threshold a row, without sorting the vocabulary.
 
-All three keep the tokens whose weight (probability over the best one's) is at least some value. The value is read
-off the best CANDIDATES tokens; only rows that need more of the vocabulary search it by bisection over the bits of
-the weight, which for non-negative floats are ordered like the floats.
+All three keep the tokens whose weight (probability over the best one's) is at least some value. The value
+is read off the best CANDIDATES tokens; only rows that need more of the vocabulary search it by bisection
+over the bits of the weight, which for non-negative floats are ordered like the floats.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -69,7 +70,9 @@ def _search(weights: jax.Array, filters: Filters) -> jax.Array:
     searched = lax.cond(
         jnp.all(known),
         lambda: found,
-        lambda: lax.platform_dependent(known, *rest, cpu=_bisect_rows, default=lambda _, *rest: _bisect(*rest)),
+        lambda: lax.platform_dependent(
+            known, *rest, cpu=_bisect_rows, default=lambda _, *rest: _bisect(*rest)
+        ),
     )
     return jnp.where(known, found, searched)
 
@@ -93,7 +96,7 @@ def _bisect(
 
 
 def _bisect_rows(known: jax.Array, *rest: jax.Array) -> jax.Array:
-    """`_bisect` of the unknown rows one by one: on CPU a row stays in cache, and the known rows cost nothing."""
+    """`_bisect` of the unknown rows one by one: on CPU a row stays in cache and known rows cost nothing."""
     unknown_first = jnp.argsort(known)
 
     def one(i: jax.Array, least: jax.Array) -> jax.Array:
@@ -104,17 +107,50 @@ def _bisect_rows(known: jax.Array, *rest: jax.Array) -> jax.Array:
     return lax.fori_loop(0, jnp.sum(~known, dtype=jnp.int32), one, jnp.zeros_like(rest[1]))
 
 
+class _Span(NamedTuple):
+    """low, high [R] i32: bits of a weight whose tokens from there up reach the goal, and of one whose do not.
+
+    mass_low, mass_high [R] f32: the number or mass of those tokens.
+    """
+
+    low: jax.Array
+    high: jax.Array
+    mass_low: jax.Array
+    mass_high: jax.Array
+
+
 def _largest(weights: jax.Array, goal: jax.Array, *, counting: bool) -> jax.Array:
-    """The largest t such that the tokens of weight >= t reach `goal` in number or in mass; 0 if none does."""
+    """A weight t [R]: the tokens of weight >= t are the fewest that reach `goal` [R] in number or in mass.
 
-    def halve(_: int, span: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = span
-        middle = low + (high - low) // 2
-        at_least = weights >= lax.bitcast_convert_type(middle, jnp.float32)[:, None]
-        reached = jnp.sum(jnp.where(at_least, 1.0 if counting else weights, 0.0), axis=1) >= goal
-        return jnp.where(reached, middle, low), jnp.where(reached, high, middle)
+    0 where even all of them do not. Stops as soon as at most one token lies between the two ends.
+    """
+    bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
+    value = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
+    amounts = jnp.ones_like(weights) if counting else weights
 
-    one = lax.bitcast_convert_type(jnp.float32(1.0), jnp.int32)
-    low = jnp.zeros(weights.shape[0], jnp.int32)
-    low, _ = lax.fori_loop(0, 30, halve, (low, jnp.full_like(low, one + 1)))  # one + 1 < 2**30
-    return lax.bitcast_convert_type(low, jnp.float32)
+    def reach(low: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(weights >= value(low)[:, None], amounts, 0.0), axis=1)
+
+    def open_(span: _Span) -> jax.Array:
+        # Two tokens in between would have a mass of at least twice the lower end.
+        two = 2.0 if counting else 2.0 * value(span.low)
+        return (span.high - span.low > 1) & (span.mass_low - span.mass_high >= two)
+
+    def halve(span: _Span) -> _Span:
+        middle = span.low + (span.high - span.low) // 2
+        mass = reach(middle)
+        up, down = open_(span) & (mass >= goal), open_(span) & (mass < goal)
+        return _Span(
+            jnp.where(up, middle, span.low),
+            jnp.where(down, middle, span.high),
+            jnp.where(up, mass, span.mass_low),
+            jnp.where(down, mass, span.mass_high),
+        )
+
+    rows = weights.shape[0]
+    low, above_one = jnp.zeros(rows, jnp.int32), jnp.full(rows, bits(jnp.float32(1.0)) + 1)
+    total = jnp.full(rows, weights.shape[1], jnp.float32) if counting else jnp.sum(weights, axis=1)
+    start = _Span(low, above_one, total, jnp.zeros(rows, jnp.float32))
+    # A goal that nothing reaches leaves low at 0; do not look for it.
+    start = start._replace(high=jnp.where(goal > total, low, above_one))
+    return value(lax.while_loop(lambda span: jnp.any(open_(span)), halve, start).low)

@@ -1,7 +1,7 @@
 """Which tokens a row has seen, and the penalties computed from that.
 
-State: counts [B + 1, V] int16, one row a slot (row B is scratch for padding). A cell holds twice the number of
-times the token was generated, plus one if it is in the prompt; it saturates at MOST_OUTPUTS generations.
+State: counts [B + 1, V] int16, one row a slot (row B is scratch for padding). A cell holds twice the number
+of times the token was generated, plus one if it is in the prompt; it saturates at MOST_OUTPUTS generations.
 """
 
 import jax
@@ -16,7 +16,7 @@ def new_counts(slots: int, vocab: int) -> jax.Array:
 
 
 def record_output(counts: jax.Array, slots: jax.Array, tokens: jax.Array, active: jax.Array) -> jax.Array:
-    """Counts a generated token for each active row; active slots are distinct. In place when counts is donated.
+    """Counts a generated token for each active row, in place when counts is donated; active slots differ.
 
     counts [B + 1, V] i16, slots [R] i32, tokens [R] i32, active [R] bool -> counts.
     """

@@ -2,7 +2,7 @@
 
 One program serves every mix of parameters. What no row asks for sits behind a `lax.cond` and costs nothing.
 Order: raw logits (these give the logprobs) -> bias -> penalties -> end tokens masked before min_tokens ->
-temperature -> top_k -> top_p -> min_p -> draw. Everything is float32 and every row is independent of the others.
+temperature -> top_k -> top_p -> min_p -> draw. Everything is float32 and no row depends on another.
 """
 
 from collections.abc import Callable
@@ -24,13 +24,15 @@ COLDEST = 1e-20  # below it 1 / temperature would overflow; such a row is greedy
 
 
 class RowParams(NamedTuple):
-    """What each of R rows asks for (X biased ids, E end ids at most; both may be padding only).
+    """What each of R rows asks for; neutral values switch a feature off.
 
-    temperature, top_k, top_p, min_p, presence, frequency, repetition: as in SamplingParams, [R] f32 (top_k i32).
-    seed [R] u32, position [R] i32: of the token to be sampled; the random stream depends on these alone.
-    stop_ids [R, E] i32 (-1: padding) are not sampled while position < min_position [R] i32.
-    bias_ids [R, X] i32 (-1: padding), bias_values [R, X] f32. Ids must be below V: the host checks them.
-    logprobs [R] i32: -1 none, 0 the chosen token's, n the n best too.
+    Attributes:
+      temperature, top_k, top_p, min_p, presence, frequency, repetition: as in SamplingParams; [R] f32, but
+        top_k i32.
+      seed: [R] u32, see seeds.py. position: [R] i32, of the token to be sampled. Draws depend on these two.
+      stop_ids: [R, E] i32 padded with -1, ids not sampled while position < min_position, [R] i32.
+      bias_ids: [R, X] i32 padded with -1. bias_values: [R, X] f32. Ids are below V: the host checks them.
+      logprobs: [R] i32; -1 asks for none, 0 for the chosen token's, n for those of the n best too.
     """
 
     temperature: jax.Array
@@ -52,8 +54,8 @@ class RowParams(NamedTuple):
 class Sampled(NamedTuple):
     """tokens [R] i32; logprob [R] f32, top_ids [R, C] i32 and top_logprobs [R, C] f32 of the raw logits.
 
-    What a row did not ask for is 0 (ids: -1). finite [R] bool: False where the largest logit is NaN or infinite;
-    the token is then some token of the vocabulary.
+    What a row did not ask for is 0 (ids: -1). finite [R] bool: False where the largest logit is NaN or
+    infinite; the token is then some token of the vocabulary.
     """
 
     tokens: jax.Array
@@ -74,8 +76,9 @@ def sample(
 ) -> Sampled:
     """Samples one token a row.
 
-    logits [R, V] f32; counts [B + 1, V] i16 (see penalties.py), of which row slots[r] ([R] i32) belongs to r: it
-    is read only if some row is penalised; max_logprobs is C; ids from vocab_size up are padding of the head.
+    logits [R, V] f32; counts [B + 1, V] i16 (see penalties.py), of which row slots[r] ([R] i32) belongs to
+    r: it is read only if some row is penalised; max_logprobs is C; ids from vocab_size up are padding of
+    the head.
     """
     if vocab_size is not None and vocab_size < logits.shape[1]:
         inside = lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab_size
@@ -114,8 +117,10 @@ def _edited(params: RowParams) -> jax.Array:
 def _choose_in_blocks(
     logits: jax.Array, params: RowParams, counts: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`_choose`, a few rows at a time. On CPU the intermediate [R, V] arrays then stay in cache (at 64 rows, fresh
-    pages for them took more time than the arithmetic), and a block of rows pays only for what its own rows ask.
+    """`_choose`, a few rows at a time.
+
+    On CPU the [R, V] arrays in between then stay in cache (at 64 rows, fresh memory for them took longer
+    than the arithmetic), and a block of rows pays only for what its own rows ask.
     """
     rows = logits.shape[0]
     block = max(n for n in range(1, BLOCK_ROWS + 1) if rows % n == 0)
@@ -140,7 +145,7 @@ def _choose(
     )
 
     def drawn() -> jax.Array:
-        # The barrier makes one array of the weights: recomputed ones could differ by a bit from the threshold.
+        # One array of weights (the barrier): recomputed ones could differ by a bit from the threshold.
         weights = lax.optimization_barrier(_weights(logits, best, params.temperature))
         least = threshold(weights, filters)[:, None]
         kept = split(jnp.where(weights >= least, weights, 0.0), 0.0)
@@ -150,7 +155,7 @@ def _choose(
 
 
 def _choose_plainly(logits: jax.Array, params: RowParams) -> tuple[jax.Array, jax.Array]:
-    """`_choose` where no row edits or filters: at most two passes over the logits, and no array of weights."""
+    """`_choose` where no row edits or filters: at most two passes over the logits, no array of weights."""
     best_token, best = argmax(logits)
 
     def drawn() -> jax.Array:

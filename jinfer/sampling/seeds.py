@@ -8,8 +8,8 @@ _MASK = 2**64 - 1
 def choice_seed(seed: int | None, choice: int) -> int:
     """The 32-bit seed of choice `choice` of a request with this seed: the same every time, or fresh if None.
 
-    SplitMix64's finaliser (Steele et al. 2014) over seed + (choice + 1) * golden ratio: all 64 bits of the seed
-    count, and choices (or seeds) next to each other get unrelated streams.
+    SplitMix64's finaliser (Steele et al. 2014) over seed + (choice + 1) * golden ratio: all 64 bits of the
+    seed count, and choices (or seeds) next to each other get unrelated streams.
     """
     if seed is None:
         return secrets.randbits(32)

@@ -40,7 +40,9 @@ def test_thresholds_keep_what_sorting_keeps(vocab: int, sharpness: float):
     filters = Filters(jnp.int32(k), jnp.float32(p), jnp.float32(m))
     least = np.asarray(jax.jit(threshold)(weights, filters))
     for i, case in enumerate(cases):
-        np.testing.assert_array_equal(np.flatnonzero(weights[i] >= least[i]), kept(weights[i], *case), str(case))
+        np.testing.assert_array_equal(
+            np.flatnonzero(weights[i] >= least[i]), kept(weights[i], *case), str(case)
+        )
 
 
 def test_a_row_s_threshold_does_not_depend_on_who_needs_the_search():
@@ -50,13 +52,24 @@ def test_a_row_s_threshold_does_not_depend_on_who_needs_the_search():
     search = jax.jit(threshold)
     together = np.asarray(search(weights, filters))
     for i in range(4):
-        neutral = Filters(*(jnp.where(jnp.arange(4) == i, a, b) for a, b in zip(filters, (0, 1.0, 0), strict=True)))
+        neutral = Filters(
+            *(jnp.where(jnp.arange(4) == i, a, b) for a, b in zip(filters, (0, 1.0, 0), strict=True))
+        )
         assert np.asarray(search(weights, neutral))[i] == together[i]
+
+
+def test_equal_tokens_beyond_the_candidates_count_in_the_mass_of_top_k():
+    weights = np.full((1, 300), 0.01, np.float32)
+    weights[0, 100:200], weights[0, [7, 8, 250]] = 0.5, 1.0
+    # top_k 10 keeps 3 + 100 tokens of mass 53; 0.08 of it is above the 3 best, 0.05 is not
+    for p, size in ((0.08, 103), (0.05, 3)):
+        least = threshold(weights, Filters(jnp.int32([10]), jnp.float32([p]), jnp.zeros(1)))
+        assert (weights >= least).sum() == size
 
 
 @pytest.mark.parametrize("vocab", [3, 64, 65, 1000])
 def test_argmax_and_top_with_ties(vocab: int):
-    x = np.random.default_rng(vocab).integers(-3, 4, size=(50, vocab)).astype(np.float32)
+    x = np.floor(np.random.default_rng(vocab).exponential(size=(50, vocab))).astype(np.float32)
     index, best = blocks.argmax(jnp.asarray(x))
     np.testing.assert_array_equal(index, x.argmax(axis=1))
     np.testing.assert_array_equal(best, x.max(axis=1))
@@ -75,10 +88,13 @@ def test_pick_never_draws_weight_0():
         assert got[1] == 2
         assert 0 <= got[2] < 5
         assert got[3] in (0, 3)
+    draw_many = jax.jit(pick)
     rng = np.random.default_rng(0)
     weights = np.float32(np.where(rng.random((200, 97)) < 0.7, 0, rng.random((200, 97)) ** 8))
-    for u in (0.0, 1 - 2**-24):
-        got = np.asarray(pick(jnp.asarray(weights), jnp.full(200, u, jnp.float32)))
+    ends = np.cumsum(weights, axis=1) / weights.sum(axis=1, keepdims=True)
+    for u in (0.0, 1 - 2**-24, *ends[np.arange(200), np.random.default_rng(1).integers(0, 97, (20, 200))]):
+        u = np.broadcast_to(np.minimum(u, 1 - 2**-24), 200).astype(np.float32)
+        got = np.asarray(draw_many(jnp.asarray(weights), u))
         assert (weights[np.arange(200), got] > 0).all()
 
 
@@ -144,4 +160,3 @@ def test_choice_seeds():
     assert all(0 <= s < 2**32 for s in seeds)
     assert choice_seed(7, 2) == choice_seed(7, 2) == 3868737664  # a change would change every seeded output
     assert len({choice_seed(None, 0) for _ in range(20)}) > 15
-

@@ -71,7 +71,9 @@ def requests(draw: st.DrawFn, vocab: int) -> Row:
 @pytest.mark.parametrize(("vocab", "padded"), [(50, 50), (128, 128), (300, 310)])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_every_row_of_a_ragged_batch_is_the_oracle_s_and_its_own(vocab: int, padded: int, data: st.DataObject):
+def test_rows_of_a_ragged_batch_equal_the_oracle_and_themselves_alone(
+    vocab: int, padded: int, data: st.DataObject
+):
     rows = [data.draw(requests(vocab)) for _ in range(ROWS)]
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     scale = data.draw(st.sampled_from([0.05, 1.0, 4.0]))
@@ -90,7 +92,9 @@ def test_every_row_of_a_ragged_batch_is_the_oracle_s_and_its_own(vocab: int, pad
         order = np.argsort(-raw, kind="stable")[: max(row.logprobs, 0)]
         np.testing.assert_array_equal(got.top_ids[i], [*order, *[-1] * (C - len(order))])
         np.testing.assert_allclose(got.top_logprobs[i, : len(order)], raw[order], atol=1e-5)
-        np.testing.assert_allclose(got.logprob[i], raw[got.tokens[i]] if row.logprobs >= 0 else 0.0, atol=1e-5)
+        np.testing.assert_allclose(
+            got.logprob[i], raw[got.tokens[i]] if row.logprobs >= 0 else 0.0, atol=1e-5
+        )
     assert got.finite.all()
     alone = data.draw(st.integers(0, ROWS - 1))
     single = run(logits[alone : alone + 1], [rows[alone]], vocab_size=vocab)
@@ -148,7 +152,8 @@ def test_support_of_the_filters(changes: dict, support: str):
 
 
 def test_draws_follow_the_distribution():
-    """Chi-square of 4,096 draws over 300 tokens in several blocks, without and with a filter (fixed seeds)."""
+    """Chi-square of 4,096 draws over 300 tokens in several blocks, without and with a filter (fixed
+    seeds)."""
     logits = np.random.default_rng(5).normal(size=300)
     for row in (Row(temperature=0.7), Row(temperature=0.7, top_p=0.8), Row(temperature=0.7, top_k=100)):
         p = weights(logits, row)
@@ -182,7 +187,9 @@ def continuation(logits: np.ndarray, row: Row, steps: int) -> list[int]:
     slots, active = np.arange(ROWS, dtype=np.int32), np.arange(ROWS) == 2
     for step in range(steps):
         rows = [row.but(position=row.position + step)] * ROWS
-        got = compiled(np.tile(logits.astype(np.float32), (ROWS, 1)), stack(rows), counts, slots, max_logprobs=C)
+        got = compiled(
+            np.tile(logits.astype(np.float32), (ROWS, 1)), stack(rows), counts, slots, max_logprobs=C
+        )
         counts = record_output(counts, slots, got.tokens, active)
         row = row.but(output=[*row.output, int(got.tokens[2])])
     return row.output
@@ -235,10 +242,14 @@ def test_a_seed_gives_the_same_token_in_any_row_beside_any_neighbour():
     ]
     alone = run(mine[None], [row]).tokens[0]
     for at in range(ROWS):
-        rows = others[:at] + [row] + others[at:]
+        rows = [*others[:at], row, *others[at:]]
         logits = rng.normal(size=(ROWS, 300))
         logits[at] = mine
         assert run(logits, rows).tokens[at] == alone
+    many = [*others, *others, *others, *others, row, *others[:3]]  # 24: more rows than a block of rows on CPU
+    logits = rng.normal(size=(24, 300))
+    logits[20] = mine
+    assert run(logits, many).tokens[20] == alone
     walk = [int(run(mine[None], [row.but(position=i)]).tokens[0]) for i in range(24)]
     assert len(set(walk)) > 12
 
@@ -293,7 +304,8 @@ def test_greedy_ties_go_to_the_lowest_id():
     logits = np.zeros((4, 200))
     for i, ids in enumerate([(199, 64), (65, 64), (0, 199), (63, 64)]):
         logits[i, list(ids)] = 2.0
-    assert run(logits, [Row()] * 4).tokens.tolist() == [64, 64, 0, 63]
+    for row in (Row(), Row(temperature=1.0, top_k=1)):
+        assert run(logits, [row] * 4).tokens.tolist() == [64, 64, 0, 63]
 
 
 # --- the program --------------------------------------------------------------------------------------------

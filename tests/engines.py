@@ -36,10 +36,13 @@ def golden(name: str) -> dict[str, Any]:
     return json.loads((DATA / "golden" / f"{name}.json").read_text())
 
 
-def drain(engine: Engine) -> tuple[dict[str, RequestOutput], list[Delta]]:
-    """Runs until idle; checks the accounting; returns outputs by id, and every delta in order."""
-    outputs: dict[str, RequestOutput] = {}
-    deltas: list[Delta] = []
+def drain(engine: Engine, earlier: Sequence[Delta] = ()) -> tuple[dict[str, RequestOutput], list[Delta]]:
+    """Runs until idle; checks the accounting; returns outputs by id, and every delta in order.
+
+    earlier: deltas of steps the test ran itself.
+    """
+    outputs = {d.request_id: d.output for d in earlier if d.request_finished}
+    deltas = list(earlier)
     while engine.has_work:
         for delta in engine.step():
             deltas.append(delta)

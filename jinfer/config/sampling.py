@@ -8,6 +8,7 @@ from typing import Any, Self
 from jinfer.errors import RequestError
 
 INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1  # where any large value means the same
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class SamplingParams:
         set_(self, "logit_bias", _bias(self.logit_bias))
         _integer("n", self.n, 1, 128)
         _number("temperature", self.temperature, 0.0, 100.0)
-        _integer("top_k", self.top_k, -1)
+        _integer("top_k", self.top_k, -1, INT64_MAX)
         _number("top_p", self.top_p, 0.0, 1.0)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -75,7 +76,7 @@ class SamplingParams:
         if _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0) == 0.0:
             raise RequestError("repetition_penalty", "must be greater than 0, got 0")
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 0)
+            _integer("max_tokens", self.max_tokens, 0, INT64_MAX)
         _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}")

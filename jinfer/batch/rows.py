@@ -1,7 +1,7 @@
 """One line of a batch file -> a request, or a reason why not.
 
-Two shapes are read. jinfer's own: `{"custom_id", "prompt" | "messages", <any SamplingParams field>}`. And that
-of OpenAI's batch files: `{"custom_id", "method": "POST", "url": "/v1/completions" or "/v1/chat/completions",
+Two shapes are read. jinfer's own: `{"custom_id", "prompt" | "messages", <any SamplingParams field>}`. And
+that of OpenAI's batch files: `{"custom_id", "method": "POST", "url": "/v1/completions" or "/v1/chat/completions",
 "body": {...}}`.
 """
 

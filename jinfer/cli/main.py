@@ -12,6 +12,7 @@ from jinfer.cli.generate import generate
 from jinfer.errors import JinferError
 
 app = typer.Typer(name="jinfer", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  rich_markup_mode=None,  # rich's help cuts long option names at 80 columns
                   context_settings={"help_option_names": ["-h", "--help"]},
                   help="Transformer inference on JAX/XLA: paged KV, continuous batching, streaming.")
 app.command()(generate)

@@ -14,7 +14,7 @@ from jinfer.errors import RequestError
 
 _MODEL = "A model folder, a .gguf file, a Hugging Face Hub id, or smollm2-135m, which is fetched when needed."
 
-Model = Annotated[str, typer.Argument(metavar="[MODEL]", help=_MODEL)]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)]
 ModelOption = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=_MODEL)]
 Config = Annotated[str | None, typer.Option(
     "--config", "-c", metavar="NAME|FILE",
@@ -65,7 +65,7 @@ def _option(name: str) -> inspect.Parameter:
     if name in _FLAGS:
         text += " Repeatable."
     elif kind is bool and default:
-        flag, text = f" /--no-{flag.removeprefix('--')}", f"Do not: {text[0].lower()}{text[1:]}"
+        flag, text = f"--no-{flag.removeprefix('--')}", f"Do not {text[0].lower()}{text[1:]}"
     elif default is not None and kind is not bool:
         text = f"{text.removesuffix('.')} (default {default})."
     option = typer.Option(flag, help=text, show_default=False, rich_help_panel="Sampling",
@@ -84,6 +84,9 @@ def _kind(hint: Any) -> Any:
 
 
 def _plain(name: str, value: Any) -> Any:
+    """What the user typed -> the field's value."""
+    if _defaults()[name] is True:
+        return not value  # its flag is --no-...
     if name != "logit_bias":
         return value
     bias = {}

@@ -1,4 +1,4 @@
-"""Summary: what a job did, from its outputs and the engine's counters. `jinfer batch` and the demo show it."""
+"""Summary: what a job did, by its outputs and the engine's counters; for `jinfer batch` and the demo."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """An engine without a model, for the tests of what sits on one: the interface and habits of jinfer's Engine.
 
-It speaks bytes (ids 0..255, BOS 256, EOS 257) and continues by a table on the last token, as the table model of
-tests/data/models/table_open does: `L` gives `yz`, `u` gives `é漢😀!`, `r` never ends, a chat turn gives `OQ`,
-anything else ends at once. Results come one step late.
+It speaks bytes (ids 0..255, BOS 256, EOS 257) and continues by a table on the last token, as the table model
+of tests/data/models/table_open does: `L` gives `yz`, `u` gives `é漢😀!`, `r` never ends, a chat turn gives
+`OQ`, anything else ends at once. Results come one step late.
 """
 
 import codecs
@@ -61,8 +61,10 @@ class FakeEngine:
         self._waiting, self._running, self._late = deque(), {}, []
 
     def submit(self, prompt, params, *, request_id=None, add_special=True):
-        ids = self.tokenizer.encode(prompt, add_special=add_special) if isinstance(prompt, str) else list(prompt)
-        if not ids or (isinstance(prompt, str) and not prompt):
+        ids = prompt
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt, add_special=add_special) if prompt else []
+        if not ids:
             raise RequestError("prompt", "is empty")
         if len(ids) >= self.max_context:
             raise CapacityError("prompt", f"{len(ids)} tokens do not fit the context of {self.max_context}")

@@ -1,8 +1,8 @@
 """One line of a batch file -> a request, or a reason why not.
 
 Two shapes are read. jinfer's own: `{"custom_id", "prompt" | "messages", <any SamplingParams field>}`. And
-that of OpenAI's batch files: `{"custom_id", "method": "POST", "url": "/v1/completions" or "/v1/chat/completions",
-"body": {...}}`.
+that of OpenAI's batch files: `{"custom_id", "method": "POST", "url", "body": {...}}` where url is
+/v1/completions or /v1/chat/completions.
 """
 
 import dataclasses
@@ -108,7 +108,7 @@ def _openai(line: int, custom_id: str | None, fields: dict[str, Any], defaults: 
     if fields.get("method", "POST") != "POST":
         raise RequestError("method", f"must be POST, got {fields['method']!r:.40}")
     url, body = fields.get("url"), fields.get("body")
-    if url not in _URLS:
+    if not isinstance(url, str) or url not in _URLS:
         raise RequestError("url", f"must be {' or '.join(_URLS)}, got {url!r:.40}")
     if not isinstance(body, dict):
         raise RequestError("body", "missing" if body is None else f"must be an object, got {body!r:.40}")

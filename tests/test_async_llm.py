@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -156,10 +157,12 @@ def test_an_idle_engine_sleeps():
     async def use(llm):
         await llm.generate("L")
         assert await settled(llm)
-        before = llm.engine.turns
-        await asyncio.sleep(0.1)
-        return llm.engine.turns - before
-    assert run(use) == 0
+        turns, busy = llm.engine.turns, time.process_time()
+        await asyncio.sleep(0.2)
+        return llm.engine.turns - turns, time.process_time() - busy
+    turns, busy = run(use)
+    assert turns == 0
+    assert busy < 0.1  # a thread that spins takes all of the 0.2 seconds
 
 
 def test_two_event_loops():

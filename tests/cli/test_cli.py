@@ -100,8 +100,8 @@ def test_options_reach_the_request(jinfer, monkeypatch):
         got.append(params), submit(self, prompt, params, **k))[1])
     jinfer("generate", "-p", "L", "--temperature", "0.5", "--top-k", 4, "--top-p", 0.9, "--min-p", 0.1,
            "--seed", 7, "--presence-penalty", 1, "--frequency-penalty", -1, "--repetition-penalty", 1.2,
-           "--stop", "x", "--stop", "y", "--stop-token-id", 3, "--logit-bias", "5=-2", "--max-tokens", 9, "--min-tokens", 2,
-           "--ignore-eos", "--include-stop", "--no-skip-special-tokens", "--prompt-logprobs", 1)
+           "--stop", "x", "--stop", "y", "--stop-token-id", 3, "--logit-bias", "5=-2", "--max-tokens", 9,
+           "--min-tokens", 2, "--ignore-eos", "--include-stop", "--no-skip-special-tokens", "--prompt-logprobs", 1)
     assert got == [SamplingParams(
         temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, seed=7, presence_penalty=1, frequency_penalty=-1,
         repetition_penalty=1.2, stop=("x", "y"), stop_token_ids=(3,), logit_bias={5: -2.0}, max_tokens=9,

@@ -36,7 +36,7 @@ find_uv() {
   if "$tools/bin/uv" --version >/dev/null 2>&1; then printf '%s\n' "$tools/bin/uv"; return 0; fi
   for python in python3 python /usr/bin/python3; do
     if "$python" -m pip --version >/dev/null 2>&1 \
-        && "$python" -m pip install --quiet --target "$tools" uv >&2 \
+        && "$python" -m pip install --quiet --disable-pip-version-check --target "$tools" uv >&2 \
         && "$tools/bin/uv" --version >/dev/null 2>&1; then
       printf '%s\n' "$tools/bin/uv"
       return 0
@@ -51,8 +51,8 @@ make_venv() {
     say "jinfer: making .venv with $python"
     "$python" -m venv --clear "$VENV"
   elif uv=$(find_uv); then
-    say "jinfer: no Python >= 3.12 here; uv fetches one for .venv"
-    "$uv" venv --quiet --clear --seed --python 3.13 "$VENV"
+    say "jinfer: no Python >= 3.12 that can make a .venv here; uv finds or fetches one"
+    "$uv" venv --quiet --clear --seed --python '>=3.12,<3.15' "$VENV"
   else
     say "jinfer: needs Python 3.12 or newer, or pip to install uv, which fetches one. Neither was found."
     return 1

@@ -59,7 +59,7 @@ class AsyncLLM:
         self._thread.start()
 
     @property
-    def tokenizer(self) -> "Tokenizer":
+    def tokenizer(self) -> "Tokenizer | None":
         return self.engine.tokenizer
 
     @property

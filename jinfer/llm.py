@@ -70,8 +70,8 @@ class LLM:
         self._closed = False
 
     @property
-    def tokenizer(self) -> "Tokenizer":
-        """The model's tokenizer; `.chat` is its chat template, or None."""
+    def tokenizer(self) -> "Tokenizer | None":
+        """The model's tokenizer, `.chat` its chat template; None where the checkpoint has none."""
         return self.engine.tokenizer
 
     @property
@@ -100,7 +100,8 @@ class LLM:
           params: for all prompts, or one for each.
           on_delta: called with every Delta as it arrives, prompts interleaved.
           errors: `raise`: a prompt the engine refuses raises RequestError, which names its place in the list,
-            before anything has run. `return`: its RequestOutput carries `.error` and the others run.
+            before anything has run. `return`: its RequestOutput carries `.error` and the others run. A request
+            that fails later (finish reason `error`) carries `.error` either way.
         """
         if is_one_prompt(prompts):
             return self._run([prompts], params, on_delta, errors, single=True)[0]

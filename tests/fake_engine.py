@@ -1,12 +1,13 @@
-"""An engine without a model, for the tests of what sits on one: the interface and habits of jinfer's Engine.
+"""An engine without a model, for tests of what sits on one: the interface and habits of jinfer's Engine.
 
 It speaks bytes (ids 0..255, BOS 256, EOS 257) and continues by a table on the last token, as the table model
 of tests/data/models/table_open does: `L` gives `yz`, `u` gives `é漢😀!`, `r` never ends, a chat turn gives
-`OQ`, anything else ends at once. Results come one step late.
+`OQ`, anything else ends at once. Results come one step late. It can be told to fail, and to be slow.
 """
 
 import codecs
 import itertools
+import re
 import time
 from collections import deque
 
@@ -16,6 +17,7 @@ from jinfer.errors import CapacityError, RequestError, TokenizerError
 from jinfer.observe.metrics import Metrics
 
 BOS, EOS = 256, 257
+SPECIAL = {"<s>": BOS, "<|im_start|>": 259, "<|im_end|>": 260}
 NEXT = {ord("L"): ord("y"), ord("y"): ord("z"), ord("r"): ord("r"), ord("\n"): ord("O"), ord("O"): ord("Q")}
 NEXT |= dict(itertools.pairwise([ord("u"), *"é漢😀!".encode()]))
 
@@ -24,8 +26,8 @@ class FakeChat:
     def render(self, messages, *, add_generation_prompt=True):
         if any(m["role"] == "alien" for m in messages):
             raise TokenizerError("chat template: unknown role alien")
-        turns = "".join(f"[{m['role']}]{m['content']}[/]" for m in messages)
-        return turns + ("[assistant]\n" if add_generation_prompt else "")
+        turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>" for m in messages)
+        return "<s>" + turns + ("<|im_start|>assistant\n" if add_generation_prompt else "")
 
 
 class FakeTokenizer:
@@ -33,7 +35,10 @@ class FakeTokenizer:
         self.chat = FakeChat() if chat else None
 
     def encode(self, text, *, add_special=True):
-        return ([BOS] if add_special else []) + list(text.encode())
+        ids = [BOS] if add_special else []
+        for part in re.split("(<s>|<[|]im_start[|]>|<[|]im_end[|]>)", text):
+            ids.extend([SPECIAL[part]] if part in SPECIAL else part.encode())
+        return ids
 
     def decode(self, ids, *, skip_special=True):
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -61,13 +66,13 @@ class FakeEngine:
         self._waiting, self._running, self._late = deque(), {}, []
 
     def submit(self, prompt, params, *, request_id=None, add_special=True):
-        ids = prompt
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt, add_special=add_special) if prompt else []
+        ids = self.tokenizer.encode(prompt, add_special=add_special) if isinstance(prompt, str) else prompt
+        if any(token > 274 for token in ids):
+            raise RequestError("prompt", f"token id {max(ids)} is outside the vocabulary of 275")
         if not ids:
             raise RequestError("prompt", "is empty")
         if len(ids) >= self.max_context:
-            raise CapacityError("prompt", f"{len(ids)} tokens do not fit the context of {self.max_context}")
+            raise CapacityError("prompt", f"{len(ids)} tokens are more than the context of {self.max_context}")
         request_id = request_id or f"r{next(self._ids)}"
         choices = [Completion(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
         output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, ids, choices)
@@ -79,7 +84,6 @@ class FakeEngine:
         return request_id
 
     def cancel(self, request_id):
-        self.cancelled.append(request_id)
         for one in [*self._waiting, *self._running.values()]:
             if one.output.request_id == request_id:
                 if one in self._waiting:
@@ -87,6 +91,8 @@ class FakeEngine:
                 self._running.pop(request_id, None)
                 for choice in one.output.completions:
                     choice.finish_reason = choice.finish_reason or "cancelled"
+                self.cancelled.append(request_id)
+                self.metrics.requests_cancelled += 1
                 self._late.append(Delta(request_id, 0, "", (), None, "cancelled", True, one.output))
                 return True
         return False
@@ -144,6 +150,10 @@ class FakeEngine:
                 output.timing.finished = time.monotonic()
             self._late.append(Delta(output.request_id, choice.index, text, made, probs, choice.finish_reason,
                                     output.finished, output))
+
+    def check(self):
+        assert not self._running
+        assert not self._waiting
 
     def close(self):
         self.closed = True

@@ -61,7 +61,7 @@ def test_stream():
 
 def test_a_refused_request_fails_alone():
     async def use(llm):
-        return await asyncio.gather(llm.generate("L", GREEDY), llm.generate("", GREEDY),
+        return await asyncio.gather(llm.generate("L", GREEDY), llm.generate([], GREEDY),
                                     llm.generate("r" * 300), llm.generate(3), return_exceptions=True)
     good, empty, long, wrong = run(use)
     assert good.text == "yz"
@@ -197,3 +197,24 @@ def test_a_loop_that_ends_while_its_request_runs():
         return text
     assert asyncio.run(after()) == "yz"
     assert len(llm.engine.cancelled) == 1
+
+
+def test_on_the_real_engine(engines):
+    """Batches, cancels and closes on jinfer's own engine and the table model."""
+    engine = engines.get("table_open", max_rows=4, memory_utilization=0.5)  # one that no other test uses
+
+    async def body():
+        async with AsyncLLM.from_engine(engine) as llm:
+            doomed = asyncio.create_task(llm.generate("r", LONG))
+            texts = await asyncio.gather(*(llm.generate(p, GREEDY) for p in ["L", "r", "u"] * 3))
+            with pytest.raises(RequestError):
+                await llm.generate([999])
+            doomed.cancel()
+            assert await settled(llm)
+            assert llm.metrics.pages_free == llm.metrics.pages_total
+            late = asyncio.create_task(llm.generate("r", LONG))
+            await asyncio.sleep(0.01)
+        with pytest.raises(JinferError, match="closed"):
+            await late
+        return [output.text for output in texts]
+    assert asyncio.run(body()) == ["yz", "r" * 20, "é漢😀!"] * 3

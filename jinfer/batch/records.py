@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jinfer.tokenizer import Tokenizer
 
 
-def success_record(row: Row, output: RequestOutput, tokenizer: "Tokenizer") -> dict[str, Any]:
+def success_record(row: Row, output: RequestOutput, tokenizer: "Tokenizer | None") -> dict[str, Any]:
     """The record of a request that ran to its end."""
     if row.kind == "plain":
         return _plain(row, output, tokenizer)
@@ -30,7 +30,7 @@ def error_record(row: Row | BadRow, error: Exception) -> dict[str, Any]:
                       "param": error.field if isinstance(error, RequestError) else None}}
 
 
-def _plain(row: Row, output: RequestOutput, tokenizer: "Tokenizer") -> dict[str, Any]:
+def _plain(row: Row, output: RequestOutput, tokenizer: "Tokenizer | None") -> dict[str, Any]:
     choices = [_plain_choice(choice, tokenizer) for choice in output.completions]
     timing = output.timing
     record: dict[str, Any] = {"custom_id": row.custom_id, **(choices[0] if len(choices) == 1 else {})}
@@ -45,7 +45,7 @@ def _plain(row: Row, output: RequestOutput, tokenizer: "Tokenizer") -> dict[str,
     return record
 
 
-def _plain_choice(choice: Completion, tokenizer: "Tokenizer") -> dict[str, Any]:
+def _plain_choice(choice: Completion, tokenizer: "Tokenizer | None") -> dict[str, Any]:
     record: dict[str, Any] = {"text": choice.text, "token_ids": choice.token_ids,
                               "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
     if choice.logprobs is not None:
@@ -53,7 +53,7 @@ def _plain_choice(choice: Completion, tokenizer: "Tokenizer") -> dict[str, Any]:
     return record
 
 
-def _openai_body(row: Row, output: RequestOutput, tokenizer: "Tokenizer") -> dict[str, Any]:
+def _openai_body(row: Row, output: RequestOutput, tokenizer: "Tokenizer | None") -> dict[str, Any]:
     chat = row.kind == "chat"
     choices = []
     for choice in output.completions:
@@ -76,11 +76,11 @@ def _openai_body(row: Row, output: RequestOutput, tokenizer: "Tokenizer") -> dic
             "usage": {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}}
 
 
-def _piece(token_id: int, tokenizer: "Tokenizer") -> str:
-    return tokenizer.decode([token_id], skip_special=False)
+def _piece(token_id: int, tokenizer: "Tokenizer | None") -> str:
+    return "" if tokenizer is None else tokenizer.decode([token_id], skip_special=False)
 
 
-def _entry(one: TokenLogprob, tokenizer: "Tokenizer") -> dict[str, Any]:
+def _entry(one: TokenLogprob, tokenizer: "Tokenizer | None") -> dict[str, Any]:
     return {"token": _piece(one.token_id, tokenizer), "token_id": one.token_id, "logprob": _json(one.logprob),
             "top": [{"token": _piece(i, tokenizer), "token_id": i, "logprob": _json(value)}
                     for i, value in one.top]}
@@ -91,7 +91,7 @@ def _json(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, -9999.0)
 
 
-def _chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: "Tokenizer") -> dict[str, Any]:
+def _chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: "Tokenizer | None") -> dict[str, Any]:
     def one(token_id: int, logprob: float | None) -> dict[str, Any]:
         piece = _piece(token_id, tokenizer)
         return {"token": piece, "logprob": _json(logprob), "bytes": list(piece.encode())}
@@ -99,7 +99,7 @@ def _chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: "Tokenizer") -> d
                          "top_logprobs": [one(*pair) for pair in entry.top]} for entry in entries]}
 
 
-def _completion_logprobs(entries: Sequence[TokenLogprob], tokenizer: "Tokenizer") -> dict[str, Any]:
+def _completion_logprobs(entries: Sequence[TokenLogprob], tokenizer: "Tokenizer | None") -> dict[str, Any]:
     tokens = [_piece(entry.token_id, tokenizer) for entry in entries]
     offsets = [0]
     for piece in tokens[:-1]:

@@ -76,6 +76,8 @@ def answer(llm: "LLM", messages: list[dict[str, str]], params: SamplingParams, c
                 parts.append(delta.text)
                 sys.stdout.write(delta.text)
                 sys.stdout.flush()
+                if delta.output.error is not None:
+                    raise delta.output.error
         except KeyboardInterrupt:
             stream.close()
             console.print(" [stopped]", style="dim", markup=False, end="")

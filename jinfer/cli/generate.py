@@ -59,6 +59,8 @@ def _stream(llm: "LLM", item: Any, params: SamplingParams) -> None:
         for delta in stream:
             sys.stdout.write(delta.text)
             sys.stdout.flush()
+            if delta.output.error is not None:
+                raise delta.output.error
     sys.stdout.write("\n")
 
 
@@ -67,6 +69,8 @@ def _batch(llm: "LLM", items: list[Any], params: SamplingParams, as_json: bool) 
     from jinfer.batch.rows import Row
     outputs = llm.chat(items, params) if isinstance(items[0], list) else llm.generate(items, params)
     for i, output in enumerate(outputs):
+        if output.error is not None:
+            raise output.error
         if as_json:
             record = success_record(Row(i + 1, str(i), "plain", items[i], params), output, llm.tokenizer)
             del record["custom_id"]

@@ -46,7 +46,7 @@ class Summary:
       a second of decode calls (the first token of a choice is made by prefill). output_rate: output tokens a
       second of the job. Rates are None when nothing of their kind ran.
       ttft: time to first token, queueing included. itl: between tokens.
-      pages_peak, pages_total: of the KV pool (the null page not counted), kv_bytes: its size.
+      pages_peak, pages_total: of the KV pool, kv_bytes: its size.
       warmup_compilations, warmup_seconds: before serving. compilations: after it.
     """
 
@@ -99,7 +99,7 @@ class Report:
             decode_rate=_rate(by_decode, metrics.decode_seconds),
             output_rate=_rate(self._output_tokens, wall_seconds),
             ttft=Percentiles.of(self._ttft), itl=Percentiles.of(self._itl),
-            pages_peak=metrics.pages_peak, pages_total=max(metrics.pages_total - 1, 0),
+            pages_peak=metrics.pages_peak, pages_total=metrics.pages_total,
             kv_bytes=metrics.kv_bytes,
             warmup_compilations=metrics.warmup_compilations, warmup_seconds=metrics.warmup_seconds,
             compilations=metrics.compilations)

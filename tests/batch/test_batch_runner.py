@@ -29,11 +29,17 @@ def plain(i, prompt="L", **fields):
     return json.dumps({"custom_id": f"c{i}", "prompt": prompt, "max_tokens": 8, **fields}).encode() + b"\n"
 
 
+@pytest.fixture(scope="module", params=["fake", "real"])
+def any_llm(request, engines):
+    """An LLM over the fake engine, and one over jinfer's own on the table model."""
+    return make_llm() if request.param == "fake" else LLM.from_engine(engines.get("table_open", max_rows=4))
+
+
 @pytest.fixture(scope="module")
-def nasty(tmp_path_factory):
+def nasty(any_llm, tmp_path_factory):
     """(counts, records of nasty.jsonl, expectations by line)"""
     target = tmp_path_factory.mktemp("nasty") / "out.jsonl"
-    counts = run_file(make_llm(), DATA / "nasty.jsonl", target)
+    counts = run_file(any_llm, DATA / "nasty.jsonl", target)
     lines = target.read_bytes().split(b"\n")
     assert lines.pop() == b""  # every record ends with a line feed
     expect = json.loads((DATA / "nasty.expect.json").read_text())["rows"]
@@ -95,9 +101,9 @@ def test_ids_appear_once(nasty):
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 32, None])
-def test_order40_is_in_order_whatever_is_in_flight(tmp_path, in_flight):
+def test_order40_is_in_order_whatever_is_in_flight(any_llm, tmp_path, in_flight):
     target = tmp_path / "out.jsonl"
-    counts = run_file(make_llm(), DATA / "order40.jsonl", target, in_flight=in_flight)
+    counts = run_file(any_llm, DATA / "order40.jsonl", target, in_flight=in_flight)
     rows = [json.loads(line) for line in (DATA / "order40.jsonl").read_bytes().splitlines()]
     records = [json.loads(line) for line in target.read_bytes().splitlines()]
     assert counts.completed == 40 == len(records)

@@ -14,7 +14,7 @@ from jinfer.bench import demo
 from jinfer.cli import main as cli
 from jinfer.cli import options, session
 from jinfer.cli.chat import answer
-from tests.fake_engine import FakeEngine
+from tests.fake_engine import FakeChat, FakeEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data" / "batch"
@@ -51,6 +51,11 @@ def jinfer(monkeypatch, capsys):
     return run
 
 
+def turns(*messages):
+    """The prompt the fake engine's template makes."""
+    return FakeChat().render([{"role": role, "content": content} for role, content in messages])
+
+
 def test_generate_streams_one_prompt(jinfer):
     assert jinfer("generate", "-p", "u")[:2] == (0, "é漢😀!\n")
     assert jinfer.opened[0][0] == "smollm2-135m"
@@ -78,7 +83,7 @@ def test_generate_json(jinfer):
 def test_generate_chat(jinfer):
     assert jinfer("generate", "-p", "L", "--chat")[1] == "OQ\n"
     out = json.loads(jinfer("generate", "-p", "L", "--system", "S", "--json")[1])
-    assert out["prompt"] == "[system]S[/][user]L[/][assistant]\n"
+    assert out["prompt"] == turns(("system", "S"), ("user", "L"))
 
 
 def test_every_sampling_field_has_an_option_and_a_help(monkeypatch):
@@ -111,10 +116,10 @@ def test_options_reach_the_request(jinfer, monkeypatch):
 @pytest.mark.parametrize(("args", "words"), [
     (["generate", "-p", "L", "--temperature", "nan"], "temperature: must be a finite number"),
     (["generate", "-p", "L", "--logit-bias", "x"], "logit_bias: must look like ID=NUMBER"),
-    (["generate", "-p", "r" * 300], "prompt: 301 tokens do not fit the context of 256"),
+    (["generate", "-p", "r" * 300], "prompt: 301 tokens are more than the context of 256"),
     (["generate", "-p", "L", "--set", "max_row=2"], "max_row: unknown key"),
     (["generate", "-p", "L", "--config", "nope"], "nope: no such configuration"),
-    (["generate", "-p", "L", "-p", ""], "prompts[1]: prompt: is empty"),
+    (["generate", "-p", "L", "-p", "r" * 300], "prompts[1]: prompt: 301 tokens"),
     (["batch", "none.jsonl", "out.jsonl"], "none.jsonl: no such file"),
     (["chat", "--top-p", "2"], "top_p: must be"),
 ])
@@ -146,15 +151,16 @@ def test_chat_sends_the_whole_conversation(jinfer, monkeypatch):
     monkeypatch.setattr(FakeEngine, "submit", lambda self, prompt, params, **k: (
         prompts.append(prompt), submit(self, prompt, params, **k))[1])
     jinfer("chat", "--system", "S", stdin="a\nb\n/reset\nc\n")
-    assert prompts == ["[system]S[/][user]a[/][assistant]\n",
-                       "[system]S[/][user]a[/][assistant]OQ[/][user]b[/][assistant]\n",
-                       "[system]S[/][user]c[/][assistant]\n"]
+    opening = ("system", "S")
+    assert prompts == [turns(opening, ("user", "a")),
+                       turns(opening, ("user", "a"), ("assistant", "OQ"), ("user", "b")),
+                       turns(opening, ("user", "c"))]
 
 
 def test_chat_goes_on_when_the_context_is_full(jinfer):
     status, out, err = jinfer("chat", stdin=f"{'x' * 300}\nshort\n")
     assert (status, out) == (0, "OQ\n")
-    assert "do not fit the context" in err
+    assert "more than the context" in err
 
 
 def test_interrupting_an_answer_cancels_only_that(monkeypatch, capsys):
@@ -201,6 +207,24 @@ def test_demo(jinfer, tmp_path):
     records = [json.loads(line) for line in target.read_text().splitlines()]
     assert [record["custom_id"] for record in records] == [f"demo-{i:02d}" for i in range(1, 33)]
     assert all(record["finish_reason"] for record in records)
+
+
+def test_on_the_real_engine(tmp_path):
+    model = ROOT / "tests" / "data" / "models" / "table_open"
+    settings = ["--config", "small", "--set", f"compilation_cache={tmp_path}"]
+
+    def call(*args):
+        return subprocess.run([sys.executable, "-m", "jinfer.cli.main", *map(str, args), *settings], cwd=ROOT,
+                              text=True, capture_output=True, check=False)
+    done = call("generate", model, "-p", "u")
+    assert (done.returncode, done.stdout) == (0, "é漢😀!\n"), done.stderr
+    done = call("batch", DATA / "order40.jsonl", tmp_path / "out.jsonl", "--model", model)
+    assert done.returncode == 0, done.stderr
+    assert "40 answered, 0 failed" in done.stderr
+    done = call("generate", tmp_path / "missing", "-p", "u")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("jinfer: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_help_and_version():

@@ -100,8 +100,8 @@ class LLM:
           params: for all prompts, or one for each.
           on_delta: called with every Delta as it arrives, prompts interleaved.
           errors: `raise`: a prompt the engine refuses raises RequestError, which names its place in the list,
-            before anything has run. `return`: its RequestOutput carries `.error` and the others run. A request
-            that fails later (finish reason `error`) carries `.error` either way.
+            before anything has run. `return`: its RequestOutput carries `.error` and the others run. One that
+            fails later (finish reason `error`) carries `.error` either way.
         """
         if is_one_prompt(prompts):
             return self._run([prompts], params, on_delta, errors, single=True)[0]

@@ -72,7 +72,8 @@ class FakeEngine:
         if not ids:
             raise RequestError("prompt", "is empty")
         if len(ids) >= self.max_context:
-            raise CapacityError("prompt", f"{len(ids)} tokens are more than the context of {self.max_context}")
+            raise CapacityError(
+                "prompt", f"{len(ids)} tokens are more than the context of {self.max_context}")
         request_id = request_id or f"r{next(self._ids)}"
         choices = [Completion(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
         output = RequestOutput(request_id, prompt if isinstance(prompt, str) else None, ids, choices)

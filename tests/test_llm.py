@@ -95,7 +95,7 @@ def test_a_single_refused_prompt_is_not_numbered(llm):
 
 def test_empty_prompts(llm):
     assert llm.generate("", GREEDY).prompt_token_ids == [256]  # BOS stands before any text
-    with pytest.raises(RequestError, match="^prompt: is empty$"):
+    with pytest.raises(RequestError, match=r"^prompt: is empty$"):
         llm.stream([], GREEDY)
     with pytest.raises(RequestError, match=r"^prompts\[1\]: prompt: is empty$"):
         llm.generate([[76], []], GREEDY)

@@ -67,5 +67,6 @@ def run_job(llm: "LLM", source: Path, target: Path, console: "Console", *, title
     seconds = time.monotonic() - began
     console.print(summary_table(report.summary(llm.metrics.since(before), seconds, counts.failed), title))
     skipped = f", {counts.skipped:,} blank lines skipped" if counts.skipped else ""
-    console.print(f"{target}: {counts.completed:,} answered, {counts.failed:,} failed{skipped}", markup=False)
+    console.print(f"{target}: {counts.completed:,} answered, {counts.failed:,} failed{skipped}", markup=False,
+                  soft_wrap=True)
     return counts

@@ -14,6 +14,7 @@ from jinfer.bench import demo
 from jinfer.cli import main as cli
 from jinfer.cli import options, session
 from jinfer.cli.chat import answer
+from tests.engines import SMALL
 from tests.fake_engine import FakeChat, FakeEngine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,7 +107,8 @@ def test_options_reach_the_request(jinfer, monkeypatch):
     jinfer("generate", "-p", "L", "--temperature", "0.5", "--top-k", 4, "--top-p", 0.9, "--min-p", 0.1,
            "--seed", 7, "--presence-penalty", 1, "--frequency-penalty", -1, "--repetition-penalty", 1.2,
            "--stop", "x", "--stop", "y", "--stop-token-id", 3, "--logit-bias", "5=-2", "--max-tokens", 9,
-           "--min-tokens", 2, "--ignore-eos", "--include-stop", "--no-skip-special-tokens", "--prompt-logprobs", 1)
+           "--min-tokens", 2, "--ignore-eos", "--include-stop", "--no-skip-special-tokens",
+           "--prompt-logprobs", 1)
     assert got == [SamplingParams(
         temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, seed=7, presence_penalty=1, frequency_penalty=-1,
         repetition_penalty=1.2, stop=("x", "y"), stop_token_ids=(3,), logit_bias={5: -2.0}, max_tokens=9,
@@ -209,9 +211,11 @@ def test_demo(jinfer, tmp_path):
     assert all(record["finish_reason"] for record in records)
 
 
-def test_on_the_real_engine(tmp_path):
+def test_on_the_real_engine(tmp_path, pytestconfig):
     model = ROOT / "tests" / "data" / "models" / "table_open"
-    settings = ["--config", "small", "--set", f"compilation_cache={tmp_path}"]
+    cache = pytestconfig.rootpath / ".cache" / "xla"  # programs other tests have compiled
+    values = {**SMALL, "max_rows": 4, "compilation_cache": cache}
+    settings = [f"--set={key}={value}" for key, value in values.items()]
 
     def call(*args):
         return subprocess.run([sys.executable, "-m", "jinfer.cli.main", *map(str, args), *settings], cwd=ROOT,

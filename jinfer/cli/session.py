@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 
 from jinfer.config.engine import EngineConfig
 from jinfer.config.loading import load_config
@@ -18,8 +19,16 @@ def stderr_console() -> Console:
 
 
 def open_llm(model: str, config: str | None, overrides: Sequence[str], console: Console) -> "LLM":
-    """Builds the LLM behind a spinner. A bad configuration is refused before JAX is loaded."""
+    """Builds the LLM and says what it is doing: a spinner on a terminal, else a line for each stage.
+
+    A bad configuration is refused before JAX is loaded.
+    """
     engine_config = load_config(EngineConfig, config, overrides)
-    with console.status(f"loading {model}") as status:
+    with console.status(escape(f"loading {model}")) as status:
         from jinfer.llm import LLM
-        return LLM(model, engine_config, on_progress=lambda text: status.update(text))
+
+        def show(text: str) -> None:
+            status.update(escape(text))
+            if not console.is_terminal:
+                console.print(text, markup=False, soft_wrap=True)
+        return LLM(model, engine_config, on_progress=show)

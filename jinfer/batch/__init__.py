@@ -1,0 +1,1 @@
+"""Offline jobs: JSONL in, JSONL out."""

@@ -1,0 +1,82 @@
+"""`jinfer generate`: complete prompts from the command line."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jinfer.cli.options import Config, Model, Set, takes_sampling
+from jinfer.config.sampling import SamplingParams
+from jinfer.errors import RequestError
+
+if TYPE_CHECKING:
+    from jinfer.llm import LLM
+
+Prompts = Annotated[list[str] | None, typer.Option(
+    "--prompt", "-p", metavar="TEXT",
+    help="Text to complete. Repeatable: prompts run as one batch. Without it, stdin is the prompt.")]
+AsChat = Annotated[bool, typer.Option(
+    "--chat", help="Treat each prompt as a user's message and answer it through the model's chat template.")]
+System = Annotated[str | None, typer.Option("--system", help="System message; implies --chat.")]
+AsJson = Annotated[bool, typer.Option(
+    "--json",
+    help="Print one JSON object a prompt (text, token ids, finish reason, log-probabilities, timing).")]
+
+
+@takes_sampling()
+def generate(model: Model = "smollm2-135m", prompts: Prompts = None, chat: AsChat = False,
+             system: System = None, as_json: AsJson = False, config: Config = None, set_: Set = None, *,
+             sampling: dict[str, Any]) -> None:
+    """Complete one or more prompts.
+
+    One prompt streams as it is made; several are batched and printed in order.
+
+    Example: jinfer generate -p "The capital of France is" --temperature 0 --max-tokens 16
+    """
+    from jinfer.cli.session import open_llm, stderr_console
+    params = SamplingParams.from_dict(sampling)
+    texts = prompts or [_from_stdin()]
+    items: list[Any] = list(texts)
+    if chat or system is not None:
+        head = [] if system is None else [{"role": "system", "content": system}]
+        items = [[*head, {"role": "user", "content": text}] for text in texts]
+    with open_llm(model, config, set_ or [], stderr_console()) as llm:
+        if len(items) == 1 and params.n == 1 and not as_json:
+            _stream(llm, items[0], params)
+        else:
+            _batch(llm, items, params, as_json)
+
+
+def _from_stdin() -> str:
+    if sys.stdin.isatty():
+        raise RequestError("prompt", "give --prompt TEXT, or a text on stdin")
+    return sys.stdin.read()
+
+
+def _stream(llm: "LLM", item: Any, params: SamplingParams) -> None:
+    with llm.stream(item, params) as stream:
+        for delta in stream:
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+            if delta.output.error is not None:
+                raise delta.output.error
+    sys.stdout.write("\n")
+
+
+def _batch(llm: "LLM", items: list[Any], params: SamplingParams, as_json: bool) -> None:
+    from jinfer.batch.records import success_record
+    from jinfer.batch.rows import Row
+    outputs = llm.chat(items, params) if isinstance(items[0], list) else llm.generate(items, params)
+    for i, output in enumerate(outputs):
+        if output.error is not None:
+            raise output.error
+        if as_json:
+            record = success_record(Row(i + 1, str(i), "plain", items[i], params), output, llm.tokenizer)
+            del record["custom_id"]
+            print(json.dumps({"prompt": output.prompt, **record}, ensure_ascii=False))
+            continue
+        for choice in output.completions:
+            if len(items) > 1 or params.n > 1:
+                print(f"--- {i + 1}" + (f".{choice.index + 1}" if params.n > 1 else ""))
+            print(choice.text)

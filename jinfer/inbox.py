@@ -1,0 +1,92 @@
+"""Inbox: sends the deltas of one engine to whoever waits for them, all on one thread."""
+
+from collections import deque
+from typing import TYPE_CHECKING, Self
+
+from jinfer.config.sampling import SamplingParams
+from jinfer.engine.outputs import Delta
+from jinfer.errors import JinferError
+from jinfer.prompts import prepare
+
+if TYPE_CHECKING:
+    from jinfer.engine.engine import Engine
+
+type Box = deque[Delta]
+
+
+class Inbox:
+    """Streams, batch jobs and `generate` may share an engine: whoever waits turns the loop for all.
+
+    A box belongs to one waiter and may collect many requests. Not thread-safe.
+    """
+
+    def __init__(self, engine: "Engine"):
+        self.engine = engine
+        self._boxes: dict[str, Box] = {}  # requests that run and are waited for
+
+    def submit(self, item: object, params: SamplingParams, box: Box) -> str:
+        """Hands in a prompt, ids or a conversation, whose deltas go into `box`; returns the request's id.
+
+        A refusal raises RequestError and leaves nothing behind.
+        """
+        prompt, add_special = prepare(item, self.engine.tokenizer)
+        request_id = self.engine.submit(prompt, params, add_special=add_special)
+        self._boxes[request_id] = box
+        return request_id
+
+    def wait(self, box: Box) -> Delta:
+        """The next delta of a box, turning the engine's loop until there is one."""
+        while not box:
+            if not self.engine.has_work:
+                raise JinferError("the engine went idle with requests unfinished")
+            for delta in self.engine.step():
+                other = self._boxes.get(delta.request_id)  # None: dropped, these are its last words
+                if other is not None:
+                    other.append(delta)
+                    if delta.request_finished:
+                        del self._boxes[delta.request_id]
+        return box.popleft()
+
+    def drop(self, request_id: str) -> None:
+        """Cancels a request that nobody waits for any more. Harmless when it has ended."""
+        if self._boxes.pop(request_id, None) is not None:
+            self.engine.cancel(request_id)
+
+
+class DeltaStream:
+    """Iterator over the deltas of one accepted request. Closing it, or letting go of it, cancels the request.
+
+    A class and not a generator: a generator that was never started does nothing when it is closed.
+    """
+
+    def __init__(self, inbox: Inbox, item: object, params: SamplingParams):
+        self._live = False
+        self._inbox = inbox
+        self._box: Box = deque()
+        self.request_id = inbox.submit(item, params, self._box)
+        self._live = True
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delta:
+        if not self._live:
+            raise StopIteration
+        delta = self._inbox.wait(self._box)
+        self._live = not delta.request_finished
+        return delta
+
+    def close(self) -> None:
+        """Cancels the request unless it has ended."""
+        if self._live:
+            self._live = False
+            self._inbox.drop(self.request_id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()

@@ -32,7 +32,11 @@ def plain(i, prompt="L", **fields):
 @pytest.fixture(scope="module", params=["fake", "real"])
 def any_llm(request, engines):
     """An LLM over the fake engine, and one over jinfer's own on the table model."""
-    return make_llm() if request.param == "fake" else LLM.from_engine(engines.get("table_open", max_rows=4))
+    llm = make_llm() if request.param == "fake" else LLM.from_engine(engines.get("table_open", max_rows=4))
+    yield llm
+    while llm.engine.has_work:  # the step that was under way when the last answer came
+        llm.engine.step()
+    llm.engine.check()
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ def pick(weights: jax.Array, u: jax.Array) -> jax.Array:
     """
     mass = jnp.cumsum(weights, axis=1)
     positive = weights > 0
+    # `positive`: a parallel prefix sum need not be monotone in the last bit: it could end on weight 0.
     hit = positive & (mass > u[:, None] * mass[:, -1:])
     last = weights.shape[1] - 1 - first(positive[:, ::-1])
     return jnp.where(jnp.any(hit, axis=1), first(hit), last)

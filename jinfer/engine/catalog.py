@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jinfer.engine.buckets import Buckets
-from jinfer.engine.programs import KV, Programs
+from jinfer.engine.programs import Programs
 from jinfer.engine.state import DeviceState
 from jinfer.errors import RetraceError
 from jinfer.models.attention import KVPages
@@ -56,12 +56,12 @@ class ProgramCatalog:
         decode = [Key("decode", size) for size in self.buckets.decode]
         return [*reversed(prefill), *decode, Key("prepare", 0)]
 
-    def abstract_kv(self, pages: int) -> KV:
-        """Shapes and shardings of the pool: [P, K, S, H] a layer."""
+    def abstract_kv(self, pages: int) -> KVPages:
+        """Shapes and shardings of the pool with `pages` (P) a layer."""
         p = self.programs
-        shape = (pages, self._kv_heads, p.page_size, p.config.head_dim)
+        shape = (p.config.num_layers * pages, self._kv_heads, p.page_size, p.config.head_dim)
         pool = jax.ShapeDtypeStruct(shape, self._kv_dtype, sharding=p.layout.sharding(None, "kv_heads"))
-        return [KVPages(pool, pool) for _ in range(p.config.num_layers)]
+        return KVPages(pool, pool)
 
     def abstract_state(self) -> DeviceState:
         p, slots = self.programs, self._rows + 1
@@ -148,7 +148,7 @@ def workspace_bytes(compiled: jax.stages.Compiled) -> int:
     return analysis.temp_size_in_bytes + max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
 
-def assert_donated(compiled: jax.stages.Compiled, kv: KV) -> None:
+def assert_donated(compiled: jax.stages.Compiled, kv: KVPages) -> None:
     """The pool must be updated in place: a program that copies it is refused at warm-up."""
     analysis = compiled.memory_analysis()
     if analysis is None:

@@ -118,7 +118,7 @@ class Engine:
         Returns what that one added to each choice. A failure of the device or of a program leaves the engine
         unusable and is raised.
         """
-        start = time.perf_counter()
+        start = time.thread_time()  # of this thread: on CPU the device's threads compete for the same cores
         plan = self._scheduler.plan()
         dispatched = None if plan.empty else self._runner.dispatch(plan)
         if dispatched is not None:
@@ -126,13 +126,13 @@ class Engine:
             for chunk in plan.chunks:
                 timing = self._outputs[chunk.request.id].timing
                 timing.scheduled = timing.scheduled or dispatched.dispatched
-        self.metrics.host_seconds += time.perf_counter() - start
+        self.metrics.host_seconds += time.thread_time() - start
         pending, self._pending = self._pending, dispatched
         if pending is not None:
             results = self._runner.collect(pending)
-            start = time.perf_counter()
+            start = time.thread_time()
             self._process(pending, *results)
-            self.metrics.host_seconds += time.perf_counter() - start
+            self.metrics.host_seconds += time.thread_time() - start
         self._gauge()
         deltas, self._deltas = self._deltas, []
         return deltas
@@ -159,26 +159,29 @@ class Engine:
             begin += chunk.length
             if choice is not None and chunk.samples:
                 assert prefill is not None
-                self._take(choice, prefill, (i,), now)
+                self._take(choice, [int(prefill.tokens[i])], prefill, (slice(i, i + 1),), now, not prefill.finite[i])
             elif choice is not None and chunk.final:
                 self._end(choice, "length", "", ())  # max_tokens 0: the prompt was only scored
         if decode is not None:
+            # One conversion for all rows: indexing arrays row by row costs more than the rest of this loop.
+            columns = decode.tokens.T.tolist()
+            broken = None if decode.finite.all() else decode.finite.T
             for i, row in enumerate(pending.plan.rows):
                 choice = self._by_request.get(row.request)
                 if choice is not None:
-                    self._take(choice, decode, (slice(None), i), now)
+                    self._take(choice, columns[i], decode, (slice(None), i), now, broken is not None and not broken[i].all())
         self._scheduler.collected(pending.plan)
 
-    def _take(self, choice: Choice, sampled: Sampled, at: tuple, now: float) -> None:
-        """Hands a choice the tokens of one step."""
+    def _take(self, choice: Choice, tokens: list[int], sampled: Sampled, at: tuple, now: float, broken: bool) -> None:
+        """Hands a choice the tokens of one step; -1 is none: the row had ended on the device."""
         request = choice.request
-        tokens = np.atleast_1d(sampled.tokens[at])
-        tokens = tokens[tokens >= 0].tolist()
-        if not tokens:
-            return  # its row had ended on the device; the host finds out with this very step's tokens
+        if tokens[-1] < 0:
+            tokens = [token for token in tokens if token >= 0]
+            if not tokens:
+                return
         asked = request.params.logprobs
         logprobs = [] if asked is None else self._logprobs(tokens, sampled, at, asked)
-        if not np.atleast_1d(sampled.finite[at])[: len(tokens)].all():
+        if broken:
             self.metrics.requests_failed += 1
             self._outputs[request.id].error = RequestError("model", "produced logits that are not finite")
             self._end(choice, "error", "", ())
@@ -194,9 +197,7 @@ class Engine:
             self._deltas.append(choice.delta(text, kept, self._outputs[request.id], False))
 
     def _logprobs(self, tokens: list[int], sampled: Sampled, at: tuple, count: int) -> list[TokenLogprob]:
-        values = np.atleast_1d(sampled.logprob[at])
-        ids = sampled.top_ids[at].reshape(len(values), -1)[:, :count]
-        tops = sampled.top_logprobs[at].reshape(len(values), -1)[:, :count]
+        values, ids, tops = sampled.logprob[at], sampled.top_ids[at][:, :count], sampled.top_logprobs[at][:, :count]
         return [TokenLogprob(token, float(values[i]), tuple(zip(ids[i].tolist(), tops[i].tolist(), strict=True)))
                 for i, token in enumerate(tokens)]
 

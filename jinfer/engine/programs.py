@@ -5,6 +5,7 @@ call's one upload, the last result its one download.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -20,8 +21,6 @@ from jinfer.sampling.logprobs import prompt_logprobs
 from jinfer.sampling.penalties import record_output, reset_row
 from jinfer.sampling.sampler import Sampled, sample
 from jinfer.sharding import Layout
-
-KV = list[KVPages]
 
 
 class PrefillFields(NamedTuple):
@@ -60,7 +59,7 @@ class PrepareFields(NamedTuple):
     bias_values: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Programs:
     """The functions to compile, bound to one model and its static sizes.
 
@@ -82,20 +81,23 @@ class Programs:
     max_context: int
     max_bias: int
 
+    @functools.lru_cache(maxsize=None)  # noqa: B019  one a bucket, for the life of the engine
     def prefill_packing(self, tokens: int, chunks: int) -> Packing[PrefillFields]:
         return Packing(PrefillFields, tokens=(tokens,), targets=(tokens,), slots=(chunks,), starts=(chunks,),
                        lengths=(chunks,), samples=(chunks,), records=(chunks, self.record_width),
                        tables=(chunks, self.table_width))
 
+    @functools.lru_cache(maxsize=None)  # noqa: B019
     def decode_packing(self, rows: int) -> Packing[DecodeFields]:
         return Packing(DecodeFields, slots=(rows,), new_page=(rows,), new_page_index=(rows,))
 
+    @functools.lru_cache(maxsize=None)  # noqa: B019
     def prepare_packing(self) -> Packing[PrepareFields]:
         return Packing(PrepareFields, slot=(1,), prompt_length=(1,), tokens=(self.max_context,),
                        bias_ids=(self.max_bias,), bias_values=(self.max_bias,))
 
-    def prefill(self, weights: list[jax.Array], kv: KV, state: DeviceState, packed: jax.Array, *, tokens: int,
-                chunks: int) -> tuple[KV, DeviceState, jax.Array, jax.Array]:
+    def prefill(self, weights: list[jax.Array], kv: KVPages, state: DeviceState, packed: jax.Array, *, tokens: int,
+                chunks: int) -> tuple[KVPages, DeviceState, jax.Array, jax.Array]:
         """Returns (kv, state, sampled [Q, 3 + 2C], prompt logprobs [T, 1 + 2C]); see `pack_sampled`."""
         model = nnx.merge(self.graph, jax.tree.unflatten(self.treedef, weights))
         fields = self.prefill_packing(tokens, chunks).unpack(packed)
@@ -126,8 +128,8 @@ class Programs:
         scores = jax.lax.cond(asked, score, lambda: jnp.zeros((tokens, 1 + 2 * self.max_logprobs), jnp.int32))
         return kv, state, sampled, scores
 
-    def decode(self, weights: list[jax.Array], kv: KV, state: DeviceState, packed: jax.Array, *,
-               rows: int) -> tuple[KV, DeviceState, jax.Array]:
+    def decode(self, weights: list[jax.Array], kv: KVPages, state: DeviceState, packed: jax.Array, *,
+               rows: int) -> tuple[KVPages, DeviceState, jax.Array]:
         """Returns (kv, state, sampled [n, R, 3 + 2C]); n is `steps`. Ended rows give token -1 and cost no attention."""
         model = nnx.merge(self.graph, jax.tree.unflatten(self.treedef, weights))
         fields = self.decode_packing(rows).unpack(packed)
@@ -137,7 +139,7 @@ class Programs:
         page_table = state.page_table[fields.slots]
         query_starts = jnp.arange(rows + 1, dtype=jnp.int32)
 
-        def advance(kv: KV, state: DeviceState) -> tuple[KV, DeviceState, jax.Array]:
+        def advance(kv: KVPages, state: DeviceState) -> tuple[KVPages, DeviceState, jax.Array]:
             records = state.rows[fields.slots]
             active = (records[:, Column.ACTIVE] == 1) & (fields.slots > 0)
             position = records[:, Column.LENGTH]
@@ -156,7 +158,7 @@ class Programs:
             kv, state, sampled = advance(kv, state)
             return kv, state, sampled[None]
 
-        def turn(i: jax.Array, carry: tuple[KV, DeviceState, jax.Array]) -> tuple[KV, DeviceState, jax.Array]:
+        def turn(i: jax.Array, carry: tuple[KVPages, DeviceState, jax.Array]) -> tuple[KVPages, DeviceState, jax.Array]:
             kv, state, out = carry
             kv, state, sampled = advance(kv, state)
             return kv, state, out.at[i].set(sampled)

@@ -2,14 +2,15 @@
 
 import dataclasses
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jinfer.engine.catalog import Key, ProgramCatalog, whole
-from jinfer.engine.programs import KV
+from jinfer.engine.catalog import Key, ProgramCatalog
 from jinfer.engine.state import Column, DeviceState, record
+from jinfer.models.attention import KVPages
 from jinfer.observe.metrics import Metrics
 from jinfer.scheduler import Request, StepPlan
 
@@ -53,8 +54,7 @@ class Runner:
         self.weights = weights
         self.pages = pages
         self.metrics = metrics
-        self._upload = whole(catalog.programs.layout)
-        self.kv: KV = zeros(catalog.abstract_kv(pages))
+        self.kv: KVPages = zeros(catalog.abstract_kv(pages))
         self.state: DeviceState = zeros(catalog.abstract_state())
         self._records: dict[Request, np.ndarray] = {}
         self._ready = 0.0  # when the device finished the last collected call
@@ -78,14 +78,14 @@ class Runner:
         metrics, prefill, scores, decode = self.metrics, None, None, None
         start = max(self._ready, pending.dispatched)
         if pending.prefill is not None:
-            prefill = Sampled.unpack(np.asarray(jax.device_get(pending.prefill)))
+            prefill = Sampled.unpack(np.asarray(pending.prefill))
             if pending.scores is not None:
-                scores = np.asarray(jax.device_get(pending.scores))
+                scores = np.asarray(pending.scores)
             now = time.perf_counter()
             metrics.prefill_seconds += now - start
             start = now
         if pending.decode is not None:
-            decode = Sampled.unpack(np.asarray(jax.device_get(pending.decode)))
+            decode = Sampled.unpack(np.asarray(pending.decode))
             now = time.perf_counter()
             metrics.decode_seconds += now - start
             start = now
@@ -101,8 +101,11 @@ class Runner:
         for array in jax.tree.leaves((self.kv, self.state)):
             array.delete()
 
-    def _put(self, vector: np.ndarray) -> jax.Array:
-        return jax.device_put(vector, self._upload)
+    def _call(self, key: Key, vector: np.ndarray, *arguments: Any) -> Any:
+        """Runs a program. The vector is the one implicit transfer a call makes: device_put costs ten times more."""
+        compiled = self.catalog.get(key, self.pages)
+        with jax.transfer_guard_host_to_device("allow"):
+            return compiled(*arguments, vector)
 
     def _prefill(self, plan: StepPlan, pending: Pending) -> None:
         buckets, programs = self.catalog.buckets, self.catalog.programs
@@ -127,8 +130,8 @@ class Runner:
             fields.records[i] = self._records[request]
             fields.tables[i, : len(request.pages)] = request.pages
             begin = end
-        compiled = self.catalog.get(Key("prefill", size), self.pages)
-        self.kv, self.state, pending.prefill, scores = compiled(self.weights, self.kv, self.state, self._put(vector))
+        self.kv, self.state, pending.prefill, scores = self._call(
+            Key("prefill", size), vector, self.weights, self.kv, self.state)
         pending.scores = scores if scored else None
         self.metrics.prefill_calls += 1
         self.metrics.prefill_tokens += total
@@ -141,8 +144,8 @@ class Runner:
         fields.slots[:count] = [row.slot for row in plan.rows]
         fields.new_page[:count] = [row.new_page for row in plan.rows]
         fields.new_page_index[:count] = [row.new_page_index for row in plan.rows]
-        compiled = self.catalog.get(Key("decode", size), self.pages)
-        self.kv, self.state, pending.decode = compiled(self.weights, self.kv, self.state, self._put(vector))
+        self.kv, self.state, pending.decode = self._call(
+            Key("decode", size), vector, self.weights, self.kv, self.state)
         self.metrics.decode_calls += 1
         self.metrics.padded_decode_rows += size - count
 
@@ -163,7 +166,7 @@ class Runner:
         fields.bias_ids[: len(params.logit_bias)] = list(params.logit_bias)
         fields.bias_values[: len(params.logit_bias)] = np.array(
             list(params.logit_bias.values()), np.float32).view(np.int32)
-        self.state = self.catalog.get(Key("prepare", 0), self.pages)(self.state, self._put(vector))
+        self.state = self._call(Key("prepare", 0), vector, self.state)
 
 
 def zeros(abstract):

@@ -34,7 +34,11 @@ class StepContext(NamedTuple):
 
 
 class KVPages(NamedTuple):
-    """One layer's pool: k, v [P, K, S, H]."""
+    """The pool: k, v [L * P, K, S, H]; layer l owns the pages from l * P, the first of them its null page.
+
+    One array for all layers, addressed by page and never sliced: two donated arguments a call instead of 2 L
+    (docs/decisions.md).
+    """
 
     k: jax.Array
     v: jax.Array
@@ -59,33 +63,36 @@ class Attention(nnx.Module):
                                        rows=model), precision, inputs=3,
                           bias=plain(f"{name}.o_proj.bias", (model,), (None,)) if config.o_bias else None)
 
-    def __call__(self, x: jax.Array, cache: KVPages, step: StepContext, *, decode: bool) -> tuple[jax.Array, KVPages]:
-        """x: [T, D] -> ([T, D], cache with this call's keys and values written)."""
+    def __call__(self, x: jax.Array, cache: KVPages, first_page: jax.Array, step: StepContext, *,
+                 decode: bool) -> tuple[jax.Array, KVPages]:
+        """x: [T, D] -> ([T, D], cache with this call's keys and values written into the layer's pages)."""
         qkv = self.qkv(x)  # [T, K, G + 2, H]
         q = rotate(qkv[:, :, : self.group], step.cos, step.sin)
         k = rotate(qkv[:, :, self.group], step.cos, step.sin)
-        attended, cache = self._attend(q, k, qkv[:, :, self.group + 1], cache, step, decode)
+        attended, cache = self._attend(q, k, qkv[:, :, self.group + 1], cache, first_page, step, decode)
         return self.out(attended), cache
 
-    def _attend(self, q, k, v, cache: KVPages, step: StepContext, decode: bool) -> tuple[jax.Array, KVPages]:
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVPages, first_page: jax.Array,
+                step: StepContext, decode: bool) -> tuple[jax.Array, KVPages]:
         """q [T, K, G, H], k and v [T, K, H] -> ([T, K, G, H], cache): each device works on its own kv heads."""
         scale = self.width**-0.5
         window = self.window
 
-        def local(q, k, v, cache: KVPages, step: StepContext):
+        def local(q: jax.Array, k: jax.Array, v: jax.Array, cache: KVPages, first_page: jax.Array,
+                  step: StepContext) -> tuple[jax.Array, KVPages]:
             tokens, kv_heads, group, width = q.shape
-            k_pages, v_pages = kv_update(cache.k, cache.v, k, v, step.pages, step.offsets)
+            k_pages, v_pages = kv_update(cache.k, cache.v, k, v, first_page + step.pages, step.offsets)
             out = paged_attention(
-                q.reshape(tokens, kv_heads * group, width), k_pages, v_pages, step.page_table, step.query_starts,
-                step.kv_lengths, scale=scale, window=window, decode=decode)
+                q.reshape(tokens, kv_heads * group, width), k_pages, v_pages, first_page + step.page_table,
+                step.query_starts, step.kv_lengths, scale=scale, window=window, decode=decode)
             return out.reshape(q.shape), KVPages(k_pages, v_pages)
 
         heads = self.layout.spec(None, "kv_heads")
-        whole = jax.tree.map(lambda _: PartitionSpec(), step)
+        whole = PartitionSpec()
         sharded = jax.shard_map(
-            local, mesh=self.layout.mesh, in_specs=(heads, heads, heads, KVPages(heads, heads), whole),
+            local, mesh=self.layout.mesh, in_specs=(heads, heads, heads, KVPages(heads, heads), whole, whole),
             out_specs=(heads, KVPages(heads, heads)), check_vma=False)
-        return sharded(q, k, v, cache, step)
+        return sharded(q, k, v, cache, first_page, step)
 
 
 def positions_context(positions: jax.Array, rows: jax.Array, valid: jax.Array, page_table: jax.Array,

@@ -1,9 +1,9 @@
 """Llama and what shares its shape: Llama 2 and 3, Mistral, SmolLM2."""
 
 import functools
-from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jinfer.config import ModelConfig
@@ -26,8 +26,9 @@ class Block(nnx.Module):
         self.mlp_norm = norm("post_attention_layernorm")
         self.mlp = GatedMLP(config, precision, f"{name}.mlp")
 
-    def __call__(self, x: jax.Array, cache: KVPages, step: StepContext, *, decode: bool) -> tuple[jax.Array, KVPages]:
-        attended, cache = self.attention(self.attention_norm(x), cache, step, decode=decode)
+    def __call__(self, x: jax.Array, cache: KVPages, first_page: jax.Array, step: StepContext, *,
+                 decode: bool) -> tuple[jax.Array, KVPages]:
+        attended, cache = self.attention(self.attention_norm(x), cache, first_page, step, decode=decode)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -42,14 +43,13 @@ class Llama(nnx.Module):
         self.norm = RMSNorm(plain("model.norm.weight", (config.hidden_size,), (None,)), config.norm_eps)
         self.head = None if config.tie_embeddings else Linear(padded_rows("lm_head.weight", shape, rows, axes), precision)
 
-    def __call__(self, tokens: jax.Array, kv: Sequence[KVPages], step: StepContext, *,
-                 decode: bool) -> tuple[jax.Array, list[KVPages]]:
-        """tokens: [T] int32, kv: one KVPages a layer -> (hidden [T, D] after the last norm, kv)."""
-        x, written = self.embedding(tokens), []
-        for block, cache in zip(self.blocks, kv, strict=True):
-            x, cache = run_block(*nnx.split(block), x, cache, step, decode=decode)
-            written.append(cache)
-        return self.norm(x), written
+    def __call__(self, tokens: jax.Array, kv: KVPages, step: StepContext, *,
+                 decode: bool) -> tuple[jax.Array, KVPages]:
+        """tokens: [T] int32 -> (hidden [T, D] after the last norm, kv)."""
+        x, pages = self.embedding(tokens), kv.k.shape[0] // len(self.blocks)
+        for layer, block in enumerate(self.blocks):
+            x, kv = run_block(*nnx.split(block), x, kv, jnp.int32(layer * pages), step, decode=decode)
+        return self.norm(x), kv
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden: [R, D] -> [R, V padded] float32."""
@@ -57,7 +57,7 @@ class Llama(nnx.Module):
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="decode")
-def run_block(graph: nnx.GraphDef, weights: nnx.State, x: jax.Array, cache: KVPages, step: StepContext, *,
-              decode: bool) -> tuple[jax.Array, KVPages]:
+def run_block(graph: nnx.GraphDef, weights: nnx.State, x: jax.Array, cache: KVPages, first_page: jax.Array,
+              step: StepContext, *, decode: bool) -> tuple[jax.Array, KVPages]:
     """One block. Blocks have equal graphs, so all of them share one trace: L times faster to lower."""
-    return nnx.merge(graph, weights)(x, cache, step, decode=decode)
+    return nnx.merge(graph, weights)(x, cache, first_page, step, decode=decode)

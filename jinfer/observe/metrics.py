@@ -14,7 +14,8 @@ class Metrics:
       padded_prefill_tokens, padded_decode_rows: bucket padding computed for nothing.
       output_tokens: sampled and kept. steps: turns of the loop with work. prefill_calls, decode_calls.
       prefill_seconds, decode_seconds: device time of the calls, measured where results arrive.
-      host_seconds: planning, packing, dispatching and post-processing.
+      host_seconds: CPU time of the loop's thread for planning, packing,
+      dispatching and post-processing.
       pages_total, pages_free: gauges. pages_peak: most pages held at once.
       weight_bytes, kv_bytes, state_bytes, workspace_bytes: memory by class (workspace: largest program's temporaries).
       warmup_compilations: programs compiled or loaded before serving; warmup_seconds; compilations: programs

@@ -31,8 +31,8 @@ def forward(config: ModelConfig, reader, ids: list[int], *, dtype: str = "float3
 
     @jax.jit
     def run(weights, tokens):
-        shape = (pages + 1, layout.kv_heads(config), PAGE, config.head_dim)
-        kv = [KVPages(*(jnp.zeros(shape, precision.activation_dtype) for _ in range(2))) for _ in range(config.num_layers)]
+        shape = (config.num_layers * (pages + 1), layout.kv_heads(config), PAGE, config.head_dim)
+        kv = KVPages(*(jnp.zeros(shape, precision.activation_dtype) for _ in range(2)))
         cos, sin = cos_sin(config.rope, config.head_dim, positions, jnp.full(count, count, jnp.int32))
         step = StepContext(cos, sin, 1 + positions // PAGE, positions % PAGE, jnp.arange(1, pages + 1, dtype=jnp.int32)[None],
                            jnp.array([0, count], jnp.int32), jnp.array([count], jnp.int32))

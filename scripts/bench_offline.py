@@ -36,7 +36,8 @@ def run(engine: Engine, workload: Workload) -> dict[str, float]:
                 context += sum(range(prompt + 1, prompt + count))
     spent = engine.metrics.since(before)
     return {
-        "wall": time.perf_counter() - start, "prefill_tokens": spent.prefill_tokens, "output_tokens": spent.output_tokens,
+        "wall": time.perf_counter() - start,
+        "prefill_tokens": spent.prefill_tokens, "output_tokens": spent.output_tokens,
         "prefill_seconds": spent.prefill_seconds, "decode_seconds": spent.decode_seconds,
         "decode_calls": spent.decode_calls, "steps": spent.steps, "host": spent.host_seconds / max(1, spent.steps),
         "itl": statistics.median(itls) if itls else 0.0, "context": context, "compilations": spent.compilations,
@@ -61,7 +62,7 @@ def main() -> None:
     ready = time.perf_counter() - start
     config, metrics = engine.config, engine.metrics
     weights = config.quantization or config.dtype
-    console.print(f"{options.model}: weights {weights}, KV {config.kv_dtype}, {metrics.weight_bytes / 1e6:.0f} MB of weights, "
+    console.print(f"{options.model}: weights {weights} ({metrics.weight_bytes / 1e6:.0f} MB), KV {config.kv_dtype}, "
                   f"ready in {ready:.1f} s ({metrics.warmup_compilations} programs in {metrics.warmup_seconds:.1f} s)")
     model = engine.model_config
     per_layer = model.hidden_size * (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim \
@@ -70,9 +71,9 @@ def main() -> None:
     body, head = per_layer * model.num_layers, model.vocab_size * model.hidden_size
     kv_token = metrics.kv_bytes / ((metrics.pages_total + 1) * config.page_size)
 
-    table = Table(title="medians of %d passes" % options.repeat)
-    for column in ("workload", "wall s", "output tok/s", "prefill tok/s", "GFLOP/s", "of peak", "decode tok/s", "ITL p50 ms",
-                   "GB/s", "of peak", "host us/step", "of step"):
+    table = Table(title=f"medians of {options.repeat} passes")
+    for column in ("workload", "wall s", "output tok/s", "prefill tok/s", "GFLOP/s", "of peak", "decode tok/s",
+                   "ITL p50 ms", "GB/s", "of peak", "host us/step", "of step"):
         table.add_column(column, justify="left" if column == "workload" else "right")
     peak = machine.flops_per_second[weights]
     for workload in build(model.vocab_size):

@@ -69,8 +69,9 @@ class Admission:
             raise RequestError("stop_token_ids", f"{len(stops)} end and stop tokens are more than the engine's "
                                                  f"max_stop_ids {self.config.max_stop_ids}")
         limit = position_limit(len(prompt), params.max_tokens, self.max_context)
-        return [Request(request_id, index, prompt, params, limit, tuple(stops), choice_seed(params.seed, index), arrival)
-                for index in range(params.n if params.max_tokens != 0 else 1)]
+        ids, count = tuple(stops), params.n if params.max_tokens != 0 else 1
+        return [Request(request_id, index, prompt, params, limit, ids, choice_seed(params.seed, index), arrival)
+                for index in range(count)]
 
     def _token(self, field: str, token: object) -> int:
         if isinstance(token, bool) or not isinstance(token, int | np.integer):

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jinfer.errors import CacheError
+from jinfer.weights.source import user_cache_dir
 
 CPU_SHARE = 1 / 8  # of the available memory: a laptop has other things to do
 UNKNOWN_MEMORY = 16 * 2**30  # bytes, for a device that does not report its memory
@@ -35,8 +36,7 @@ def use_compilation_cache(directory: str | Path | None, mesh: Mesh) -> None:
     if directory == "":
         return
     if directory is None:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"  # where users keep caches, not a setting of ours
-        directory = Path(home) / "jinfer" / "xla"
+        directory = user_cache_dir() / "xla"
     path = Path(directory).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,10 @@ class Parts:
 def build(model: str | Path, config: EngineConfig, progress: Progress) -> Parts:
     """Checks first, then loads, compiles, sizes the pool and allocates it."""
     progress("finding the model")
-    path = resolve_model(model, on_progress=lambda what, done, total: progress(f"{what} {done * 100 // max(total, 1)}%"))
+    def downloading(what: str, done: int, total: int) -> None:
+        progress(f"{what} {done * 100 // max(total, 1)}%")
+
+    path = resolve_model(model, on_progress=downloading)
     checkpoint = open_checkpoint(path)
     layout = Layout.build(config.layout)
     layout.check(checkpoint.config)
@@ -120,8 +123,7 @@ def _size_pool(config: EngineConfig, model: ModelConfig, layout: Layout, catalog
     else:
         progress("measuring programs")
         device = layout.mesh.devices.flat[0]
-        per_device = sum(shard_bytes(w) for w in weights) + sum(
-            shard_bytes(x) for x in jax.tree.leaves(catalog.abstract_state()))
+        per_device = sum(shard_bytes(x) for x in jax.tree.leaves((weights, catalog.abstract_state())))
         free = device_memory(device, config.memory_utilization) - per_device - catalog.workspace(pages=2)
     return pool_pages(free, token_bytes=token, page_size=config.page_size, max_rows=config.max_rows,
                       max_context=config.max_context)

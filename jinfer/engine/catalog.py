@@ -60,14 +60,14 @@ class ProgramCatalog:
         """Shapes and shardings of the pool with `pages` (P) a layer."""
         p = self.programs
         shape = (p.config.num_layers * pages, self._kv_heads, p.page_size, p.config.head_dim)
-        pool = jax.ShapeDtypeStruct(shape, self._kv_dtype, sharding=p.layout.sharding(None, "kv_heads"))
+        pool: Any = jax.ShapeDtypeStruct(shape, self._kv_dtype, sharding=p.layout.sharding(None, "kv_heads"))
         return KVPages(pool, pool)
 
     def abstract_state(self) -> DeviceState:
         p, slots = self.programs, self._rows + 1
         counts = jax.eval_shape(lambda: new_counts(self._rows, p.layout.padded_vocab(p.config)))
 
-        def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        def array(shape: tuple[int, ...], dtype: Any) -> Any:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=whole(p.layout))
 
         return DeviceState(
@@ -158,7 +158,7 @@ def assert_donated(compiled: jax.stages.Compiled, kv: KVPages) -> None:
         f"the KV pool is not donated: {analysis.alias_size_in_bytes} bytes aliased of {pool}")
 
 
-def shard_bytes(x: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an abstract array on one device."""
+def shard_bytes(x: Any) -> int:
+    """Bytes of an array, concrete or abstract, on one device."""
     shape = x.sharding.shard_shape(x.shape)
     return int(jnp.dtype(x.dtype).itemsize * math.prod(shape))

@@ -27,7 +27,9 @@ class Choice:
         self._keep_stop = params.include_stop
         self._named_stops = named_stops
 
-    def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> tuple[list[int], str, FinishReason | None]:
+    def push(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob],
+    ) -> tuple[list[int], str, FinishReason | None]:
         """Takes tokens of one step. Returns (tokens kept, text to emit, why it ended or None)."""
         request, completion = self.request, self.completion
         params = request.params

@@ -169,10 +169,12 @@ class Engine:
             for i, row in enumerate(pending.plan.rows):
                 choice = self._by_request.get(row.request)
                 if choice is not None:
-                    self._take(choice, columns[i], decode, (slice(None), i), now, broken is not None and not broken[i].all())
+                    failed = broken is not None and not broken[i].all()
+                    self._take(choice, columns[i], decode, (slice(None), i), now, failed)
         self._scheduler.collected(pending.plan)
 
-    def _take(self, choice: Choice, tokens: list[int], sampled: Sampled, at: tuple, now: float, broken: bool) -> None:
+    def _take(self, choice: Choice, tokens: list[int], sampled: Sampled, at: tuple, now: float,
+              broken: bool) -> None:
         """Hands a choice the tokens of one step; -1 is none: the row had ended on the device."""
         request = choice.request
         if tokens[-1] < 0:
@@ -202,7 +204,7 @@ class Engine:
                 for i, token in enumerate(tokens)]
 
     def _score(self, request: Request, start: int, scores: np.ndarray) -> None:
-        """Prompt logprobs by position: row t of a chunk is about the token after it. Recomputation writes them again."""
+        """Prompt logprobs by position: row t of a chunk is about the token after it; recomputation repeats them."""
         if request.index:
             return
         entries = self._outputs[request.id].prompt_logprobs

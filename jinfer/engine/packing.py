@@ -1,15 +1,13 @@
 """Packing: named int32 arrays in one flat int32 vector, so that a call uploads one array."""
 
 import math
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 
-Fields = TypeVar("Fields", bound=NamedTuple)
 
-
-class Packing(Generic[Fields]):
+class Packing[Fields: tuple[Any, ...]]:
     """Lays out a NamedTuple of int32 arrays with fixed shapes.
 
     The host fills views of a fresh vector, the program reads slices of it. A vector is never reused: on CPU the
@@ -17,9 +15,10 @@ class Packing(Generic[Fields]):
     """
 
     def __init__(self, fields: type[Fields], **shapes: tuple[int, ...]):
-        assert set(shapes) == set(fields._fields), (fields._fields, shapes)
+        names: tuple[str, ...] = fields._fields  # type: ignore[attr-defined]
+        assert set(shapes) == set(names), (names, shapes)
         self.fields = fields
-        self.shapes = [shapes[name] for name in fields._fields]
+        self.shapes = [shapes[name] for name in names]
         ends = np.cumsum([math.prod(shape) for shape in self.shapes]).tolist()
         self.size = ends[-1]
         self._parts = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
@@ -33,5 +32,5 @@ class Packing(Generic[Fields]):
         """The fields inside a program."""
         return self._split(vector)
 
-    def _split(self, vector) -> Fields:
+    def _split(self, vector: Any) -> Fields:
         return self.fields(*(vector[p].reshape(s) for p, s in zip(self._parts, self.shapes, strict=True)))

@@ -6,7 +6,7 @@ call's one upload, the last result its one download.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,17 +81,17 @@ class Programs:
     max_context: int
     max_bias: int
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019  one a bucket, for the life of the engine
+    @functools.cache  # noqa: B019  one a bucket, for the life of the engine
     def prefill_packing(self, tokens: int, chunks: int) -> Packing[PrefillFields]:
         return Packing(PrefillFields, tokens=(tokens,), targets=(tokens,), slots=(chunks,), starts=(chunks,),
                        lengths=(chunks,), samples=(chunks,), records=(chunks, self.record_width),
                        tables=(chunks, self.table_width))
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019
+    @functools.cache  # noqa: B019
     def decode_packing(self, rows: int) -> Packing[DecodeFields]:
         return Packing(DecodeFields, slots=(rows,), new_page=(rows,), new_page_index=(rows,))
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019
+    @functools.cache  # noqa: B019
     def prepare_packing(self) -> Packing[PrepareFields]:
         return Packing(PrepareFields, slot=(1,), prompt_length=(1,), tokens=(self.max_context,),
                        bias_ids=(self.max_bias,), bias_values=(self.max_bias,))
@@ -176,11 +176,11 @@ class Programs:
             bias_values=state.bias_values.at[slot].set(
                 jax.lax.bitcast_convert_type(fields.bias_values, jnp.float32)))
 
-    def _logits(self, model: nnx.Module, hidden: jax.Array) -> jax.Array:
+    def _logits(self, model: Any, hidden: jax.Array) -> jax.Array:
         """hidden [R, D] -> [R, V padded] float32, whole on every device: the sampler looks at all of a row."""
         return jax.lax.with_sharding_constraint(model.logits(hidden), self.layout.sharding(None, None))
 
-    def _sample(self, model: nnx.Module, hidden: jax.Array, state: DeviceState, records: jax.Array,
+    def _sample(self, model: Any, hidden: jax.Array, state: DeviceState, records: jax.Array,
                 slots: jax.Array, *, position: jax.Array, emits: jax.Array) -> tuple[jax.Array, DeviceState]:
         """Samples the token at `position` [R] of each row that emits; writes the rows back to the state."""
         params = row_params(records, position, state.bias_ids[slots], state.bias_values[slots])

@@ -1,6 +1,6 @@
 """Self-attention over paged KV, shared by all families."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,7 @@ class Attention(nnx.Module):
                 step.query_starts, step.kv_lengths, scale=scale, window=window, decode=decode)
             return out.reshape(q.shape), KVPages(k_pages, v_pages)
 
-        heads = self.layout.spec(None, "kv_heads")
+        heads: Any = self.layout.spec(None, "kv_heads")
         whole = PartitionSpec()
         sharded = jax.shard_map(
             local, mesh=self.layout.mesh, in_specs=(heads, heads, heads, KVPages(heads, heads), whole, whole),

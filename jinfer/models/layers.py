@@ -3,6 +3,8 @@
 A module is built from `Parameter`s, which sit where the arrays will be until the loader replaces them.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -34,15 +36,19 @@ class Linear(nnx.Module):
     def project(self, x: jax.Array) -> jax.Array:
         """Like calling it, but keeps the float32 accumulator: [T, *out] float32."""
         kernel = self.kernel[...]
-        axes = range(self.inputs) if self.inputs_first else range(kernel.ndim - self.inputs, kernel.ndim)
-        dims = ((tuple(range(1, x.ndim)), tuple(axes)), ((), ()))
+        cut = self.inputs if self.inputs_first else kernel.ndim - self.inputs
+        outputs = kernel.shape[cut:] if self.inputs_first else kernel.shape[:cut]
+        # As plain matrices: XLA:CPU has no fast int8 path for products over several axes.
+        kernel = kernel.reshape(math.prod(kernel.shape[:cut]), -1)
+        x = x.reshape(x.shape[0], -1)
+        dims = (((1,), (0 if self.inputs_first else 1,)), ((), ()))
         if self.scale is None:
             y = jax.lax.dot_general(x.astype(kernel.dtype), kernel, dims, preferred_element_type=jnp.float32)
         else:
             quantised, scale = quantise_tokens(x)
             y = jax.lax.dot_general(quantised, kernel, dims, preferred_element_type=jnp.int32)
-            scale = scale.reshape(-1, *(1,) * (y.ndim - 1))
-            y = y.astype(jnp.float32) * scale * self.scale[...]
+            y = y.astype(jnp.float32) * scale[:, None] * self.scale[...].reshape(-1)
+        y = y.reshape(-1, *outputs)
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
 
 
@@ -81,9 +87,7 @@ class RMSNorm(nnx.Module):
 
 
 def quantise_tokens(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Symmetric int8 per token: x [T, *in] -> (int8 of the same shape, scale [T] float32 with x = q * scale)."""
+    """Symmetric int8 per token: x [T, I] -> (int8 [T, I], scale [T] float32 with x = q * scale)."""
     wide = x.astype(jnp.float32)
-    inner = tuple(range(1, x.ndim))
-    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=inner), 1e-30) / 127.0
-    inverse = (1.0 / scale).reshape(-1, *(1,) * len(inner))
-    return jnp.round(wide * inverse).astype(jnp.int8), scale
+    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=1), 1e-30) / 127.0
+    return jnp.round(wide * (1.0 / scale)[:, None]).astype(jnp.int8), scale

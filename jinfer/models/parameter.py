@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 Index = tuple[slice, ...]
+FLOAT32 = np.dtype(np.float32)
 
 
 class Reader(Protocol):
@@ -33,7 +34,7 @@ class Parameter:
     axes: tuple[str | None, ...]
     sources: dict[str, tuple[int, ...]]
     read: Callable[[Reader, Index], np.ndarray]
-    dtype: np.dtype = np.dtype(np.float32)
+    dtype: np.dtype = FLOAT32
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
@@ -153,7 +154,8 @@ def grouped_heads(q: str, k: str, v: str, *, num_heads: int, num_kv_heads: int, 
             parts.append(np.concatenate(rows).reshape(group + 2, head_dim, *rows[0].shape[1:]))
         return np.stack(parts)[:, index[1], index[2]]
 
-    sources = {q: (num_heads * head_dim, *tail), k: (num_kv_heads * head_dim, *tail), v: (num_kv_heads * head_dim, *tail)}
+    keys = (num_kv_heads * head_dim, *tail)
+    sources = {q: (num_heads * head_dim, *tail), k: keys, v: keys}
     shape = (kv_heads, group + 2, head_dim, *tail)
     return Parameter(shape, ("kv_heads", None, None, *(None for _ in tail)), sources, read)
 

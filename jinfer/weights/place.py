@@ -41,7 +41,8 @@ def place(parameters: list[Parameter], reader: TensorReader, layout: Layout,
     """
 
     def one(parameter: Parameter) -> jax.Array:
-        def part(index: Index) -> np.ndarray:
+        def part(index: Index | None) -> np.ndarray:
+            assert index is not None
             bounded = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, parameter.shape, strict=True))
             return np.ascontiguousarray(parameter.read(reader, bounded), dtype=parameter.dtype)
 

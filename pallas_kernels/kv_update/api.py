@@ -22,12 +22,12 @@ def kv_update(
     Raises:
       ValueError: shapes or dtypes do not fit together.
     """
-    tokens, heads, width = k.shape
+    tokens = k.shape[0]
     for name, pool, new in (("k", k_pages, k), ("v", v_pages, v)):
         if pool.ndim != 4 or new.shape != (tokens, pool.shape[1], pool.shape[3]):
-            raise ValueError(f"{name} {new.shape} does not fit {name}_pages {pool.shape}; want [T, K, H] into [P, K, S, H]")
+            raise ValueError(
+                f"{name} {new.shape} does not fit {name}_pages {pool.shape}; want [T, K, H] into [P, K, S, H]")
     for name, index in (("pages", pages), ("offsets", offsets)):
         if index.shape != (tokens,) or index.dtype != "int32":
             raise ValueError(f"{name} must be int32 [{tokens}], got {index.dtype} {index.shape}")
-    del heads, width
     return reference.kv_update(k_pages, v_pages, k, v, pages, offsets)

@@ -39,7 +39,8 @@ def paged_attention(
       ValueError: shapes or dtypes do not fit together.
     """
     if q.ndim != 3 or k_pages.ndim != 4 or k_pages.shape != v_pages.shape:
-        raise ValueError(f"want q [T, N, H] and equal pools [P, K, S, H], got {q.shape}, {k_pages.shape}, {v_pages.shape}")
+        raise ValueError(
+            f"want q [T, N, H] and equal pools [P, K, S, H], got {q.shape}, {k_pages.shape}, {v_pages.shape}")
     if q.shape[1] % k_pages.shape[1] or q.shape[2] != k_pages.shape[3]:
         raise ValueError(f"q [T, N, H] {q.shape} does not fit pages [P, K, S, H] {k_pages.shape}")
     sequences = page_table.shape[0]

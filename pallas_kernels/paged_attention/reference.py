@@ -9,31 +9,63 @@ import jax
 import jax.numpy as jnp
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that a fully masked block gives no NaN
-DECODE_ROWS = 16  # rows walked together, sorted by length: the short ones stop early
-DECODE_BLOCK = 256  # positions a loop turn, decode
+DECODE_PAGES = 128  # most (row, page) pairs a loop turn, decode
+PAGES_A_ROW = 4  # and fewer where there are few rows
 CHUNK_QUERIES = 128  # queries of one tile
 CHUNK_BLOCK = 256  # positions a loop turn, chunks
 
 
 def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, window):
-    """One query a row: q [R, N, H], page_table [R, M], kv_lengths [R] -> [R, N, H]."""
+    """One query a row: q [R, N, H], page_table [R, M], kv_lengths [R] -> [R, N, H].
+
+    The work is the list of (row, page) pairs that hold something visible, W of them, walked DECODE_PAGES at a
+    time: no row waits for a longer one. Each pair gives a softmax of its own; pairs are then merged into their
+    rows by a product with a 0/1 matrix, the online softmax over pages instead of positions.
+    """
     rows, heads, width = q.shape
     _, kv_heads, page_size, _ = k_pages.shape
-    order = jnp.argsort(-kv_lengths) if rows > DECODE_ROWS else jnp.arange(rows)
-    q = (q * jnp.asarray(scale, q.dtype)).reshape(rows, kv_heads, heads // kv_heads, width)[order]
-    page_table, lengths = page_table[order], kv_lengths[order]
-    per_block = max(1, min(DECODE_BLOCK // page_size, page_table.shape[1]))
-    page_table = _pad_columns(page_table, per_block)
-    outputs = []
-    for start in range(0, rows, DECODE_ROWS):
-        part = slice(start, start + DECODE_ROWS)
-        last = lengths[part] - 1
-        first = jnp.zeros_like(last) if window is None else jnp.maximum(last - window + 1, 0)
-        outputs.append(_walk(
-            q[part], k_pages, v_pages, page_table[part], first[:, None, None, None], last[:, None, None, None],
-            jnp.min(first), jnp.max(last) + 1, per_block))
-    out = jnp.concatenate(outputs)[jnp.argsort(order)] if rows > DECODE_ROWS else outputs[0]
-    return out.reshape(rows, heads, width).astype(q.dtype)
+    group = heads // kv_heads
+    q = (q * jnp.asarray(scale, q.dtype)).reshape(rows, kv_heads, group, width)
+    last = kv_lengths - 1
+    first = jnp.zeros_like(last) if window is None else jnp.maximum(last - window + 1, 0)
+    first_page = first // page_size
+    counts = jnp.where(kv_lengths > 0, last // page_size - first_page + 1, 0)
+    ends = jnp.cumsum(counts)
+    begins = ends - counts
+    size = min(DECODE_PAGES, PAGES_A_ROW * rows)
+
+    def turn(index, carry):
+        top, acc = carry
+        item = index * size + jnp.arange(size, dtype=jnp.int32)
+        row = jnp.minimum(jnp.sum(ends <= item[:, None], axis=1, dtype=jnp.int32), rows - 1)
+        in_row = first_page[row] + item - begins[row]
+        valid = item < ends[-1]
+        pages = jnp.where(valid, page_table[row, jnp.minimum(in_row, page_table.shape[1] - 1)], 0)
+        # Fused into the gather, the index arithmetic would run once an element instead of once a page.
+        pages, row = jax.lax.optimization_barrier((pages, row))
+        k = _take_pages(k_pages, pages)
+        v = _take_pages(v_pages, pages)
+        position = in_row[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
+        held = valid[:, None] & (position <= last[row][:, None])  # [W, S]; past it lie others' leftovers
+        seen = (held & (position >= first[row][:, None]))[:, None, None]
+        scores = jnp.einsum("wkgh,wksh->wkgs", q[row], k.astype(q.dtype), preferred_element_type=jnp.float32)
+        scores = jnp.where(seen, scores, MASKED)
+        best = scores.max(-1)  # [W, K, G]
+        probs = jnp.where(seen, jnp.exp(scores - best[..., None]), 0.0)
+        v = jnp.where(held[:, None, :, None], v, 0).astype(q.dtype)
+        values = jnp.einsum("wkgs,wksh->wkgh", probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        values = jnp.concatenate([values, probs.sum(-1, keepdims=True)], axis=-1)  # the total rides along
+
+        mine = (row == jnp.arange(rows, dtype=jnp.int32)[:, None]) & valid  # [R, W]
+        new_top = jnp.maximum(top, jnp.where(mine[:, :, None, None], best, MASKED).max(1))
+        values = values * jnp.exp(best - new_top[row])[..., None]
+        merged = jnp.dot(mine.astype(jnp.float32), values.reshape(size, -1), precision="highest")
+        return new_top, acc * jnp.exp(top - new_top)[..., None] + merged.reshape(acc.shape)
+
+    start = jnp.full((rows, kv_heads, group), MASKED), jnp.zeros((rows, kv_heads, group, width + 1))
+    _, acc = jax.lax.fori_loop(0, (ends[-1] + size - 1) // size, turn, start)
+    out, total = acc[..., :width], acc[..., width:]
+    return (out / jnp.where(total == 0.0, 1.0, total)).reshape(rows, heads, width).astype(q.dtype)
 
 
 def chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, *, scale, window):
@@ -97,7 +129,7 @@ def _walk(q, k_pages, v_pages, page_table, first, last, begin, end, per_block):
         scores = jnp.where(seen, scores, MASKED)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         probs = jnp.where(seen, jnp.exp(scores - new_top), 0.0)
-        held = (position <= jnp.max(last, axis=2, keepdims=True))[:, :, 0, :, None]  # past it lie other requests' leftovers
+        held = (position <= jnp.max(last, axis=2, keepdims=True))[:, :, 0, :, None]  # past it lie others' leftovers
         v = jnp.where(held, v, 0).astype(q.dtype)
         values = jnp.einsum("rkgc,rkch->rkgh", probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
         keep = jnp.exp(top - new_top)
@@ -117,6 +149,12 @@ def _take_rows(pages, indices):
     return jax.lax.gather(
         pages.reshape(pool * kv_heads, page_size * width), indices[:, None], dimensions, (1, page_size * width),
         mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+
+
+def _take_pages(pages, indices):
+    """Whole pages of [P, K, S, H] by int32 index [W] -> [W, K, S, H]: one contiguous copy each."""
+    pool = pages.shape[0]
+    return _take_rows(pages.reshape(pool, 1, -1, 1), indices).reshape(-1, *pages.shape[1:])
 
 
 def _pad_columns(page_table, multiple):

@@ -75,7 +75,7 @@ def test_step(engine, step):
     texts = [c.text for c in output.completions]
     _check(expect, output, texts)
     for again in _many(engine, body, [body.get("seed")] * expect.get("same_across_repeats", 1)):
-        assert [c.text for c in again.completions] == texts or body.get("temperature") != 0 and body.get("seed") is None
+        assert [c.text for c in again.completions] == texts or (body.get("temperature") != 0 and body.get("seed") is None)
 
 
 def _check(expect: dict[str, Any], output: RequestOutput, texts: list[str]) -> None:

@@ -70,7 +70,7 @@ def test_decode_equals_the_oracle(rows, window, dtype):
 
 @pytest.mark.parametrize("decode", [False, True])
 def test_several_blocks_and_tiles(monkeypatch, decode):
-    for name, value in (("DECODE_BLOCK", 8), ("DECODE_ROWS", 2), ("CHUNK_BLOCK", 8), ("CHUNK_QUERIES", 4)):
+    for name, value in (("DECODE_PAGES", 3), ("CHUNK_BLOCK", 8), ("CHUNK_QUERIES", 4)):
         monkeypatch.setattr(reference, name, value)
     rng = np.random.default_rng(0)
     starts, chunks = ([30, 0, 17], [1, 1, 1]) if decode else ([11, 0, 17], [13, 6, 3])

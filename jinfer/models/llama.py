@@ -41,9 +41,8 @@ class Llama(nnx.Module):
         self.blocks = nnx.List([
             Block(config, layout, precision, f"model.layers.{i}") for i in range(config.num_layers)])
         self.norm = RMSNorm(plain("model.norm.weight", (config.hidden_size,), (None,)), config.norm_eps)
-        self.head = None
-        if not config.tie_embeddings:
-            self.head = Linear(padded_rows("lm_head.weight", shape, rows, axes), precision)
+        head = padded_rows("lm_head.weight", shape, rows, axes)
+        self.head = None if config.tie_embeddings else Linear(head, precision)
 
     def __call__(self, tokens: jax.Array, kv: KVPages, step: StepContext, *,
                  decode: bool) -> tuple[jax.Array, KVPages]:

@@ -35,7 +35,7 @@ def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, wind
     size = min(DECODE_PAGES, PAGES_A_ROW * rows)
 
     def turn(index, carry):
-        top, acc = carry
+        top, acc, broken = carry
         item = index * size + jnp.arange(size, dtype=jnp.int32)
         row = jnp.minimum(jnp.sum(ends <= item[:, None], axis=1, dtype=jnp.int32), rows - 1)
         in_row = first_page[row] + item - begins[row]
@@ -56,16 +56,22 @@ def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, wind
         values = jnp.einsum("wkgs,wksh->wkgh", probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
         values = jnp.concatenate([values, probs.sum(-1, keepdims=True)], axis=-1)  # the total rides along
 
+        # In the product below 0 * NaN would carry one row's NaN into all; it goes round it, row by row.
+        sound = jnp.isfinite(values).all((1, 2, 3))
+        values = jnp.where(sound[:, None, None, None], values, 0.0)
         mine = (row == jnp.arange(rows, dtype=jnp.int32)[:, None]) & valid  # [R, W]
+        broken |= (mine & ~sound).any(1)
         new_top = jnp.maximum(top, jnp.where(mine[:, :, None, None], best, MASKED).max(1))
         values = values * jnp.exp(best - new_top[row])[..., None]
         merged = jnp.dot(mine.astype(jnp.float32), values.reshape(size, -1), precision="highest")
-        return new_top, acc * jnp.exp(top - new_top)[..., None] + merged.reshape(acc.shape)
+        return new_top, acc * jnp.exp(top - new_top)[..., None] + merged.reshape(acc.shape), broken
 
-    start = jnp.full((rows, kv_heads, group), MASKED), jnp.zeros((rows, kv_heads, group, width + 1))
-    _, acc = jax.lax.fori_loop(0, (ends[-1] + size - 1) // size, turn, start)
+    start = (jnp.full((rows, kv_heads, group), MASKED), jnp.zeros((rows, kv_heads, group, width + 1)),
+             jnp.zeros(rows, bool))
+    _, acc, broken = jax.lax.fori_loop(0, (ends[-1] + size - 1) // size, turn, start)
     out, total = acc[..., :width], acc[..., width:]
-    return (out / jnp.where(total == 0.0, 1.0, total)).reshape(rows, heads, width).astype(q.dtype)
+    out = jnp.where(broken[:, None, None, None], jnp.nan, out / jnp.where(total == 0.0, 1.0, total))
+    return out.reshape(rows, heads, width).astype(q.dtype)
 
 
 def chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, *, scale, window):

@@ -114,3 +114,18 @@ def test_bad_shapes_are_named(change, message):
                                  pages_per_row=2, dtype="float32", tokens=4), strict=True))
     with pytest.raises(ValueError, match=message):
         paged_attention(**change(args), scale=1.0)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_a_broken_sequence_breaks_only_itself(decode):
+    """A NaN that is really visible to one sequence must show there, and nowhere else."""
+    starts, chunks = ([5, 9, 2], [1, 1, 1]) if decode else ([0, 3, 0], [5, 4, 6])
+    q, k, v, table, begins, lengths = _case(np.random.default_rng(0), starts, chunks, heads=4, kv_heads=2, width=8, page_size=4,
+                                            pages_per_row=4, dtype="float32", tokens=sum(chunks))
+    args = (table, begins, lengths)
+    sound = np.asarray(paged_attention(q, k, v, *args, scale=0.3, decode=decode))
+    for pools in ((k.at[table[1, 0], :, 0].set(np.nan), v), (k, v.at[table[1, 0], :, 0].set(np.nan))):
+        got = np.asarray(paged_attention(q, *pools, *args, scale=0.3, decode=decode))
+        mine = slice(int(begins[1]), int(begins[2]))
+        assert np.isnan(got[mine]).any(axis=(1, 2)).all()
+        np.testing.assert_array_equal(np.delete(got, range(mine.start, mine.stop), 0), np.delete(sound, range(mine.start, mine.stop), 0))

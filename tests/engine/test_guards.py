@@ -1,0 +1,153 @@
+"""What must not happen in a hot step: compilation, hidden transfers, copies of the pool."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jinfer.config import EngineConfig, SamplingParams
+from jinfer.engine.buckets import Buckets, ramp
+from jinfer.engine.catalog import Key, ProgramCatalog
+from jinfer.engine.engine import Engine
+from jinfer.errors import CacheError, ConfigError, LayoutError, RetraceError
+from tests.engines import DATA, drain, one, run
+
+PLAIN = DATA / "models" / "llama_plain"
+
+
+@pytest.fixture(scope="module")
+def warm(engines):
+    return engines.get("llama_plain", warmup=True, forbid_compilation=True, max_rows=4, prefill_tokens=16)
+
+
+def test_nothing_compiles_after_warm_up(warm):
+    """Every feature of the sampler, every bucket: one set of programs."""
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, seconds, **_: compiled.append(name) if "backend_compile" in name else None)
+    rng = np.random.default_rng(0)
+    features = [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"logprobs": 2}, {"prompt_logprobs": 1},
+                {"presence_penalty": 1.0}, {"logit_bias": {5: 2.0}}, {"min_tokens": 3}, {"n": 2}, {"max_tokens": 0}]
+    for count in (1, 2, 5, len(features)):
+        prompts = [rng.integers(0, 256, n).tolist() for n in rng.integers(1, 40, count)]
+        run(warm, prompts, [SamplingParams(**{"max_tokens": 6, **features[i]}) for i in range(count)])
+    assert compiled == []
+    assert warm.metrics.compilations == 0
+    assert warm.metrics.warmup_compilations == len(warm._runner.catalog.keys())
+
+
+def test_a_missing_program_raises_where_compilation_is_forbidden(warm):
+    with pytest.raises(RetraceError, match=r"decode\[7\] was not compiled"):
+        warm._runner.catalog.get(Key("decode", 7), warm._runner.pages)
+
+
+def test_a_missing_program_is_counted_otherwise(engines):
+    engine = engines.get("llama_plain", max_rows=2)
+    before = engine.metrics.compilations
+    one(engine, [1, 2, 3], temperature=0, max_tokens=3)
+    assert engine.metrics.compilations > before
+
+
+def test_state_and_pool_are_donated(warm):
+    kv, state = warm._runner.kv, warm._runner.state
+    one(warm, [1, 2, 3], temperature=0, max_tokens=2)
+    assert all(x.is_deleted() for x in jax.tree.leaves((kv, state)))
+
+
+@pytest.mark.parametrize("key", [Key("decode", 4), Key("prefill", 16)])
+def test_no_program_copies_the_pool(warm, key):
+    """No instruction but parameters and in-place updates has the pool's shape: a copy would move all of it."""
+    runner = warm._runner
+    text = runner.catalog.get(key, runner.pages).as_text()
+    shape = ",".join(map(str, runner.kv.k.shape))
+    assert f"f32[{shape}]" in text
+    assert not re.findall(rf"= f32\[{shape}\]\S* copy\(", text)
+    assert text.count("may-alias") + text.count("must-alias") >= 2 + len(runner.state)
+
+
+def test_a_hidden_transfer_in_a_hot_step_is_an_error(warm):
+    """The guard bites: a program argument left on the host would be uploaded silently every step."""
+    weights = warm._runner.weights
+    with jax.transfer_guard("disallow"), pytest.raises(Exception, match="Disallowed host-to-device"):
+        jax.jit(lambda x: x + 1)(np.ones(weights[0].shape, np.float32))
+
+
+def test_buckets_hold_every_size_and_waste_little():
+    assert ramp(16, 512) == (16, 32, 64, 128, 256, 384, 512)
+    assert ramp(1, 64) == (1, 2, 4, 8, 16, 32, 48, 64)
+    assert ramp(2, 2) == (2,)
+    buckets = Buckets.build(prefill_tokens=512, max_rows=64, smallest_rows=2)
+    for n in range(1, 513):
+        assert buckets.prefill_size(n) >= n
+        assert buckets.prefill_size(n) < max(17, 2 * n)
+    for n in range(1, 65):
+        assert n <= buckets.decode_size(n) <= max(2, 2 * n)
+
+
+def test_memory_by_class_adds_up(warm):
+    metrics, runner = warm.metrics, warm._runner
+    assert metrics.kv_bytes == 2 * runner.kv.k.nbytes
+    assert metrics.weight_bytes == sum(w.nbytes for w in runner.weights)
+    assert metrics.workspace_bytes > 0
+
+
+def test_the_pool_is_sized_from_memory(engines):
+    token = 2 * 2 * 2 * 8 * 4  # layers, k and v, kv heads, head_dim, bytes
+    engine = engines.get("llama_plain", kv_pages=None, kv_memory_gb=100 * 8 * token / 2**30)
+    assert engine.metrics.pages_total == 99
+    full = engines.get("llama_plain", kv_pages=None, max_rows=2)
+    assert full.metrics.pages_total == 2 * 128 // 8
+    with pytest.raises(ConfigError, match="max_context: 128 tokens need 17 KV pages"):
+        Engine(PLAIN, EngineConfig(page_size=8, kv_memory_gb=10 * 8 * token / 2**30, warmup=False, compilation_cache=""))
+
+
+@pytest.mark.parametrize(("options", "error", "message"), [
+    ({"max_context": 4096}, ConfigError, "max_context: 4096 is more than the model's 128"),
+    ({"decode_steps": 32, "page_size": 16}, ConfigError, "decode_steps: 32 is more than page_size 16"),
+    ({"dtype": "float16"}, ConfigError, "dtype: must be"),
+    ({"quantization": "int3"}, ConfigError, "quantization: must be"),
+    ({"max_rows": 0}, ConfigError, "max_rows: must be a positive integer"),
+    ({"compilation_cache": "/proc/nothing"}, CacheError, "compilation_cache: /proc/nothing cannot be written"),
+])
+def test_bad_configuration_is_one_clear_line(options, error, message):
+    with pytest.raises(error, match=message) as caught:
+        Engine(PLAIN, EngineConfig(**options))
+    assert "\n" not in str(caught.value)
+
+
+def test_too_few_devices_are_reported():
+    from jinfer.config import LayoutConfig
+
+    with pytest.raises(LayoutError, match="needs 16 devices, 8 present"):
+        Engine(PLAIN, EngineConfig(layout=LayoutConfig(mesh={"tensor": 16})))
+
+
+def test_broken_logits_fail_their_request_alone(engines, monkeypatch):
+    """A NaN in one request's weights path: its neighbours finish as if it were not there."""
+    engine = engines.get("llama_plain", max_rows=3)
+    prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    want = [o.completions[0].token_ids for o in run(engine, prompts, params)]
+    ids = [engine.submit(p, params) for p in prompts]
+    earlier = engine.step() + engine.step()
+    broken = engine._outputs[ids[1]]
+    slot = next(r.slot for r in engine._by_request if r.id == ids[1])
+    page = next(r.pages[0] for r in engine._by_request if r.id == ids[1])
+    runner = engine._runner
+    runner.kv = runner.kv._replace(v=runner.kv.v.at[page].set(np.nan))  # as a faulty kernel would
+    outputs, _ = drain(engine, earlier)
+    assert slot
+    assert broken.completions[0].finish_reason == "error"
+    assert "not finite" in str(broken.error)
+    for index in (0, 2):
+        assert outputs[ids[index]].completions[0].token_ids == want[index]
+    # and whoever gets the poisoned page next is not harmed
+    assert [o.completions[0].token_ids for o in run(engine, prompts, params)] == want
+
+
+def test_catalog_lists_each_program_once():
+    catalog = object.__new__(ProgramCatalog)
+    catalog.buckets = Buckets.build(prefill_tokens=64, max_rows=8, smallest_rows=1)
+    keys = catalog.keys()
+    assert len(keys) == len(set(keys)) == len(catalog.buckets.prefill) + len(catalog.buckets.decode) + 1

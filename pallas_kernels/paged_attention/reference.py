@@ -56,13 +56,13 @@ def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, wind
         values = jnp.einsum("wkgs,wksh->wkgh", probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
         values = jnp.concatenate([values, probs.sum(-1, keepdims=True)], axis=-1)  # the total rides along
 
-        # In the product below 0 * NaN would carry one row's NaN into all; it goes round it, row by row.
-        sound = jnp.isfinite(values).all((1, 2, 3))
-        values = jnp.where(sound[:, None, None, None], values, 0.0)
         mine = (row == jnp.arange(rows, dtype=jnp.int32)[:, None]) & valid  # [R, W]
-        broken |= (mine & ~sound).any(1)
         new_top = jnp.maximum(top, jnp.where(mine[:, :, None, None], best, MASKED).max(1))
         values = values * jnp.exp(best - new_top[row])[..., None]
+        # In the product 0 * NaN would carry one row's NaN into all rows; it goes round it instead.
+        sound = jnp.isfinite(values).all((1, 2, 3))
+        values = jnp.where(sound[:, None, None, None], values, 0.0)
+        broken |= (mine & ~sound).any(1)
         merged = jnp.dot(mine.astype(jnp.float32), values.reshape(size, -1), precision="highest")
         return new_top, acc * jnp.exp(top - new_top)[..., None] + merged.reshape(acc.shape), broken
 

@@ -64,7 +64,7 @@ class EngineConfig:
     quantization: Literal["int8"] | None = None
     max_rows: int = 64
     max_context: int | None = None
-    page_size: int = 16
+    page_size: int = 64
     kv_pages: int | None = None
     kv_memory_gb: float | None = None
     memory_utilization: float = 0.9

@@ -48,12 +48,17 @@ def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, wind
         position = in_row[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
         held = valid[:, None] & (position <= last[row][:, None])  # [W, S]; past it lie others' leftovers
         seen = (held & (position >= first[row][:, None]))[:, None, None]
-        scores = jnp.einsum("wkgh,wksh->wkgs", q[row], k.astype(q.dtype), preferred_element_type=jnp.float32)
+        scores = jnp.einsum("wkgh,wksh->wkgs", q[row].astype(k.dtype), k, preferred_element_type=jnp.float32)
         scores = jnp.where(seen, scores, MASKED)
         best = scores.max(-1)  # [W, K, G]
         probs = jnp.where(seen, jnp.exp(scores - best[..., None]), 0.0)
-        v = jnp.where(held[:, None, :, None], v, 0).astype(q.dtype)
-        values = jnp.einsum("wkgs,wksh->wkgh", probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
+
+        def weigh(v):
+            return jnp.einsum("wkgs,wksh->wkgh", probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
+
+        values = weigh(v)  # 0 * NaN is NaN: masking V costs a copy of it, so only where that really happened
+        values = jax.lax.cond(jnp.isfinite(values).all(), lambda: values,
+                              lambda: weigh(jnp.where(held[:, None, :, None], v, 0)))
         values = jnp.concatenate([values, probs.sum(-1, keepdims=True)], axis=-1)  # the total rides along
 
         mine = (row == jnp.arange(rows, dtype=jnp.int32)[:, None]) & valid  # [R, W]
@@ -159,8 +164,9 @@ def _take_rows(pages, indices):
 
 def _take_pages(pages, indices):
     """Whole pages of [P, K, S, H] by int32 index [W] -> [W, K, S, H]: one contiguous copy each."""
-    pool = pages.shape[0]
-    return _take_rows(pages.reshape(pool, 1, -1, 1), indices).reshape(-1, *pages.shape[1:])
+    rows = _take_rows(pages.reshape(pages.shape[0], 1, -1, 1), indices)
+    # Kept two-dimensional: fused with its reshape, a gather computes indices for every element.
+    return jax.lax.optimization_barrier(rows).reshape(-1, *pages.shape[1:])
 
 
 def _pad_columns(page_table, multiple):

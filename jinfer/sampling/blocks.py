@@ -2,6 +2,9 @@
 
 XLA:CPU reduces a float maximum at memory speed but runs `argmax` (a reduction over pairs) sixty times slower,
 and `lax.top_k` slows down with the row length on every backend. Both need only the maxima of blocks first.
+
+The sampler is part of every program, so each operation is one that XLA:CPU compiles quickly: a reduction over
+axes of at most LANES stays one kernel, longer integer ones become several.
 """
 
 import jax
@@ -9,26 +12,33 @@ import jax.numpy as jnp
 from jax import lax
 
 WIDTH = 64  # tokens a block: near sqrt(V), so that the blocks' maxima and the k best blocks are both short
+LANES = 32
 
 
-def split(x: jax.Array, fill: float) -> jax.Array:
-    """[R, V] -> [R, N, WIDTH], padded at the end with `fill`. Free when V is a multiple of WIDTH."""
-    rows, vocab = x.shape
-    count = -(-vocab // WIDTH)
-    if count * WIDTH != vocab:
-        x = jnp.pad(x, ((0, 0), (0, count * WIDTH - vocab)), constant_values=fill)
-    return x.reshape(rows, count, WIDTH)
+def split(x: jax.Array, fill: float, width: int = WIDTH) -> jax.Array:
+    """[R, V] -> [R, N, width], padded at the end with `fill`. Free when V is a multiple of width."""
+    rows, length = x.shape
+    count = -(-length // width)
+    if count * width != length:
+        x = jnp.pad(x, ((0, 0), (0, count * width - length)), constant_values=fill)
+    return x.reshape(rows, count, width)
+
+
+def at(x: jax.Array, index: jax.Array) -> jax.Array:
+    """`take_along_axis` 1 of indices known to be inside, so that none has to be checked."""
+    return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def take(blocks: jax.Array, index: jax.Array) -> jax.Array:
     """Block index[r] of each row: [R, N, W], [R] i32 -> [R, W]."""
-    return jnp.take_along_axis(blocks, index[:, None, None], axis=1)[:, 0]
+    return at(blocks, index[:, None, None])[:, 0]
 
 
 def first(hit: jax.Array) -> jax.Array:
     """Index of the first True in each row, or the last index if there is none: [R, n] bool -> [R] i32."""
     last = hit.shape[1] - 1
-    return jnp.min(jnp.where(hit, lax.broadcasted_iota(jnp.int32, hit.shape, 1), last), axis=1)
+    index = jnp.where(hit, lax.broadcasted_iota(jnp.int32, hit.shape, 1), last)
+    return jnp.min(split(index, last, LANES), axis=(1, 2))
 
 
 def argmax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -49,10 +59,18 @@ def top(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
     The k best elements lie in the k blocks with the best maxima, so two small `lax.top_k` are exact.
     """
-    blocks = split(x, -jnp.inf)
-    _, chosen = lax.top_k(jnp.max(blocks, axis=2), min(k, blocks.shape[1]))
+    blocks, chosen = _best_blocks(x, k)
     chosen = jnp.sort(chosen, axis=1)  # candidates in the order of their ids, so that ties go to the lower id
-    candidates = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(x.shape[0], -1)
-    values, at = lax.top_k(candidates, k)
-    ids = jnp.take_along_axis(chosen, at // WIDTH, axis=1) * WIDTH + at % WIDTH
-    return values, ids
+    values, place = lax.top_k(at(blocks, chosen[:, :, None]).reshape(x.shape[0], -1), k)
+    return values, at(chosen, lax.div(place, WIDTH)) * WIDTH + lax.rem(place, WIDTH)
+
+
+def top_values(x: jax.Array, k: int) -> jax.Array:
+    """The values of `top` alone [R, k]."""
+    blocks, chosen = _best_blocks(x, k)
+    return lax.top_k(at(blocks, chosen[:, :, None]).reshape(x.shape[0], -1), k)[0]
+
+
+def _best_blocks(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    blocks = split(x, -jnp.inf)
+    return blocks, lax.top_k(jnp.max(blocks, axis=2), min(k, blocks.shape[1]))[1]

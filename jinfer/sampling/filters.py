@@ -12,9 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jinfer.sampling.blocks import top
+from jinfer.sampling.blocks import at, top_values
+from jinfer.sampling.draw import cumsum
 
 CANDIDATES = 64  # above the usual top_k; costs a quarter of the bisection on CPU
+
+_bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
+_value = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
 
 
 class Filters(NamedTuple):
@@ -23,88 +27,6 @@ class Filters(NamedTuple):
     top_k: jax.Array
     top_p: jax.Array
     min_p: jax.Array
-
-    def any_search(self) -> jax.Array:
-        """[] bool: does a row cut by rank or mass?"""
-        return jnp.any((self.top_k > 0) | (self.top_p < 1))
-
-
-def threshold(weights: jax.Array, filters: Filters) -> jax.Array:
-    """The smallest weight each row keeps: weights [R, V] f32 in [0, 1] -> [R] f32.
-
-    top_k comes first (equal weights at the edge stay together), then top_p over the mass that is left: the
-    smallest set of best tokens that reaches it, at least the best token; min_p is relative to the best token.
-    """
-    best = jnp.max(weights, axis=1)
-    searched = lax.cond(
-        filters.any_search(), lambda: _search(weights, filters), lambda: jnp.zeros_like(filters.top_p)
-    )
-    return jnp.minimum(jnp.maximum(searched, filters.min_p * best), best)
-
-
-def _search(weights: jax.Array, filters: Filters) -> jax.Array:
-    vocab = weights.shape[1]
-    count = min(CANDIDATES, vocab)
-    k = jnp.where((filters.top_k <= 0) | (filters.top_k >= vocab), vocab, filters.top_k)
-    ranked, _ = top(weights, count)
-    total = jnp.sum(weights, axis=1)
-
-    # top_k: the k-th candidate, unless it is beyond them or more tokens may be equal to it
-    edge = jnp.take_along_axis(ranked, jnp.minimum(k, count)[:, None] - 1, axis=1)[:, 0]
-    limited = k < vocab
-    known_k = ~limited | ((k <= count) & ((ranked[:, -1] < edge) | (count == vocab)))
-    edge = jnp.where(limited, edge, 0.0)
-    mass = jnp.where(limited, jnp.sum(jnp.where(ranked >= edge[:, None], ranked, 0.0), axis=1), total)
-
-    # top_p: candidates whose better ones have not reached it
-    better = jnp.cumsum(ranked, axis=1)
-    goal = filters.top_p * mass
-    keeps = jnp.concatenate([jnp.ones_like(better[:, :1], bool), better[:, :-1] < goal[:, None]], axis=1)
-    nucleus = jnp.min(jnp.where(keeps, ranked, jnp.inf), axis=1)
-    cut = filters.top_p < 1
-    known_p = ~cut | (known_k & ((better[:, -1] >= goal) | limited | (count == vocab)))
-    found = jnp.maximum(edge, jnp.where(cut, nucleus, 0.0))
-
-    known = known_k & known_p
-    rest = (weights, filters.top_p, k, known_k, edge)
-    searched = lax.cond(
-        jnp.all(known),
-        lambda: found,
-        lambda: lax.platform_dependent(
-            known, *rest, cpu=_bisect_rows, default=lambda _, *rest: _bisect(*rest)
-        ),
-    )
-    return jnp.where(known, found, searched)
-
-
-def _bisect(
-    weights: jax.Array, top_p: jax.Array, k: jax.Array, known_k: jax.Array, edge: jax.Array
-) -> jax.Array:
-    """Thresholds [R] from the whole vocabulary; edge [R] is that of top_k where known_k [R]."""
-    edge = lax.cond(
-        jnp.all(known_k),
-        lambda: edge,
-        lambda: jnp.where(known_k, edge, _largest(weights, k.astype(jnp.float32), counting=True)),
-    )
-    mass = jnp.sum(jnp.where(weights >= edge[:, None], weights, 0.0), axis=1)
-    nucleus = lax.cond(
-        jnp.any(top_p < 1),
-        lambda: _largest(weights, jnp.where(top_p < 1, top_p * mass, jnp.inf), counting=False),
-        lambda: jnp.zeros_like(mass),
-    )
-    return jnp.maximum(edge, nucleus)
-
-
-def _bisect_rows(known: jax.Array, *rest: jax.Array) -> jax.Array:
-    """`_bisect` of the unknown rows one by one: on CPU a row stays in cache and known rows cost nothing."""
-    unknown_first = jnp.argsort(known)
-
-    def one(i: jax.Array, least: jax.Array) -> jax.Array:
-        row = unknown_first[i]
-        (value,) = _bisect(*(lax.dynamic_slice_in_dim(a, row, 1) for a in rest))
-        return least.at[row].set(value)
-
-    return lax.fori_loop(0, jnp.sum(~known, dtype=jnp.int32), one, jnp.zeros_like(rest[1]))
 
 
 class _Span(NamedTuple):
@@ -119,26 +41,60 @@ class _Span(NamedTuple):
     mass_high: jax.Array
 
 
-def _largest(weights: jax.Array, goal: jax.Array, *, counting: bool) -> jax.Array:
-    """A weight t [R]: the tokens of weight >= t are the fewest that reach `goal` [R] in number or in mass.
+def threshold(weights: jax.Array, filters: Filters) -> jax.Array:
+    """The smallest weight each row keeps: weights [R, V] f32, the best of a row 1 -> [R] f32.
 
-    0 where even all of them do not. Stops as soon as at most one token lies between the two ends.
+    top_k comes first (equal weights at the edge stay together), then top_p over the mass that is left: the
+    smallest set of best tokens that reaches it, at least the best token; min_p is relative to the best token.
     """
-    bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
-    value = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
-    amounts = jnp.ones_like(weights) if counting else weights
+    vocab = weights.shape[1]
+    by_rank, by_mass = (filters.top_k > 0) & (filters.top_k < vocab), filters.top_p < 1
+    start, end = jnp.where(jnp.any(by_rank), 0, 1), jnp.where(jnp.any(by_mass), 2, 1)
 
-    def reach(low: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(weights >= value(low)[:, None], amounts, 0.0), axis=1)
+    def search(ranked: jax.Array) -> jax.Array:
+        def turn(i: jax.Array, edge: jax.Array) -> jax.Array:
+            # The first turn counts tokens, the second adds up their weights.
+            asked = jnp.where(i == 0, by_rank, by_mass)
+            unit = jnp.where(i == 0, 1.0, 0.0)
+            total = _reach(weights, edge, unit)
+            goal = jnp.where(i == 0, filters.top_k.astype(jnp.float32), filters.top_p * total)
+            sums = cumsum(jnp.maximum(ranked, unit)[:, None])[:, 0]
+            place = jnp.sum(sums < goal[:, None], axis=1, dtype=jnp.int32)
+            read = at(ranked, jnp.minimum(place, ranked.shape[1] - 1)[:, None])[:, 0]
+            # Not among the candidates: below the last of them, or equal to it.
+            low = jnp.where(asked & (place < ranked.shape[1]), jnp.maximum(read, edge), edge)
+            high = jnp.where(asked & (place == ranked.shape[1]), _bits(read) + 1, _bits(low))
+            return _largest(weights, _Span(_bits(low), high, total, jnp.zeros_like(total)), goal, unit)
+
+        return lax.fori_loop(start, end, turn, jnp.zeros_like(filters.top_p))
+
+    edge = lax.cond(
+        start < end,
+        lambda: search(top_values(weights, min(CANDIDATES, vocab))),
+        lambda: jnp.zeros_like(filters.top_p),
+    )
+    return jnp.minimum(jnp.maximum(edge, filters.min_p), 1.0)
+
+
+def _reach(weights: jax.Array, least: jax.Array, unit: jax.Array) -> jax.Array:
+    """Mass [R] of the tokens of weight >= least [R]; their number if unit is 1 instead of 0."""
+    return jnp.sum(jnp.where(weights >= least[:, None], jnp.maximum(weights, unit), 0.0), axis=1)
+
+
+def _largest(weights: jax.Array, span: _Span, goal: jax.Array, unit: jax.Array) -> jax.Array:
+    """A weight t [R] in the span: the tokens of weight >= t are the fewest that reach `goal` [R].
+
+    Stops as soon as at most one token lies between the two ends.
+    """
 
     def open_(span: _Span) -> jax.Array:
         # Two tokens in between would have a mass of at least twice the lower end.
-        two = 2.0 if counting else 2.0 * value(span.low)
+        two = 2.0 * jnp.maximum(_value(span.low), unit)
         return (span.high - span.low > 1) & (span.mass_low - span.mass_high >= two)
 
     def halve(span: _Span) -> _Span:
-        middle = span.low + (span.high - span.low) // 2
-        mass = reach(middle)
+        middle = (span.low + span.high) >> 1
+        mass = _reach(weights, _value(middle), unit)
         up, down = open_(span) & (mass >= goal), open_(span) & (mass < goal)
         return _Span(
             jnp.where(up, middle, span.low),
@@ -147,10 +103,4 @@ def _largest(weights: jax.Array, goal: jax.Array, *, counting: bool) -> jax.Arra
             jnp.where(down, mass, span.mass_high),
         )
 
-    rows = weights.shape[0]
-    low, above_one = jnp.zeros(rows, jnp.int32), jnp.full(rows, bits(jnp.float32(1.0)) + 1)
-    total = jnp.full(rows, weights.shape[1], jnp.float32) if counting else jnp.sum(weights, axis=1)
-    start = _Span(low, above_one, total, jnp.zeros(rows, jnp.float32))
-    # A goal that nothing reaches leaves low at 0; do not look for it.
-    start = start._replace(high=jnp.where(goal > total, low, above_one))
-    return value(lax.while_loop(lambda span: jnp.any(open_(span)), halve, start).low)
+    return _value(lax.while_loop(lambda span: jnp.any(open_(span)), halve, span).low)

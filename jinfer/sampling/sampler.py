@@ -5,21 +5,19 @@ Order: raw logits (these give the logprobs) -> bias -> penalties -> end tokens m
 temperature -> top_k -> top_p -> min_p -> draw. Everything is float32 and no row depends on another.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jinfer.sampling.blocks import argmax, split, take
+from jinfer.sampling.blocks import argmax
 from jinfer.sampling.draw import draw, uniforms
 from jinfer.sampling.filters import Filters, threshold
 from jinfer.sampling.logprobs import logprobs
 from jinfer.sampling.penalties import penalise
 
 LARGEST = float(jnp.finfo(jnp.float32).max)
-BLOCK_ROWS = 8  # rows at a time on CPU: 1.5 MiB of logits at a vocabulary of 49,152
 COLDEST = 1e-20  # below it 1 / temperature would overflow; such a row is greedy in all but name
 
 
@@ -83,10 +81,13 @@ def sample(
     if vocab_size is not None and vocab_size < logits.shape[1]:
         inside = lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab_size
         logits = jnp.where(inside, logits, -jnp.inf)
+    edited = _edited(params)
     tokens, best = lax.cond(
-        jnp.any(_edited(params) | _filtered(params)),
-        lambda: lax.platform_dependent(logits, params, counts, slots, cpu=_choose_in_blocks, default=_choose),
-        lambda: _choose_plainly(logits, params),
+        jnp.all(_greedy(params) & ~edited),
+        lambda: argmax(logits),
+        lambda: lax.platform_dependent(
+            _Row.of(logits, params, edited, slots), counts, cpu=_choose_each, default=_choose
+        ),
     )
     return Sampled(tokens, *_report(logits, tokens, params.logprobs, max_logprobs), jnp.isfinite(best))
 
@@ -95,111 +96,97 @@ def _greedy(params: RowParams) -> jax.Array:
     return (params.temperature <= 0) | (params.top_k == 1)
 
 
-def _filtered(params: RowParams) -> jax.Array:
-    """[R] bool: does the row draw from a part of the vocabulary?"""
-    return ~_greedy(params) & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
-
-
-def _penalised(params: RowParams) -> jax.Array:
-    return (params.presence != 0) | (params.frequency != 0) | (params.repetition != 1)
-
-
-def _masked(params: RowParams) -> jax.Array:
-    """[R, E] bool: end ids that may not be sampled yet."""
-    return (params.position < params.min_position)[:, None] & (params.stop_ids >= 0)
-
-
 def _edited(params: RowParams) -> jax.Array:
     """[R] bool: do the row's logits change before the temperature?"""
-    return _penalised(params) | jnp.any(_masked(params), axis=1) | jnp.any(params.bias_ids >= 0, axis=1)
+    masked = (params.position < params.min_position) & jnp.any(params.stop_ids[:, :1] >= 0, axis=1)
+    penalised = (params.presence != 0) | (params.frequency != 0) | (params.repetition != 1)
+    return masked | penalised | jnp.any(params.bias_ids[:, :1] >= 0, axis=1)
 
 
-def _choose_in_blocks(
-    logits: jax.Array, params: RowParams, counts: jax.Array, slots: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """`_choose`, a few rows at a time.
+class _Row(NamedTuple):
+    """What `_choose` needs of each row.
 
-    On CPU the [R, V] arrays in between then stay in cache (at 64 rows, fresh memory for them took longer
-    than the arithmetic), and a block of rows pays only for what its own rows ask.
+    logits [R, V] f32; slots [R] i32; knobs: the fields of _Knobs in one array [R, n], as every array more is
+    work for the compiler; ids [R, X + E] i32 and what to add to their logits, [R, X + E] f32.
     """
-    rows = logits.shape[0]
-    block = max(n for n in range(1, BLOCK_ROWS + 1) if rows % n == 0)
-    if block == rows:
-        return _choose(logits, params, counts, slots)
-    blocks = jax.tree.map(lambda a: a.reshape(-1, block, *a.shape[1:]), (logits, params, slots))
-    tokens, best = lax.map(lambda args: _choose(args[0], args[1], counts, args[2]), blocks)
-    return tokens.reshape(rows), best.reshape(rows)
+
+    logits: jax.Array
+    slots: jax.Array
+    knobs: jax.Array
+    ids: jax.Array
+    biases: jax.Array
+
+    @classmethod
+    def of(cls, logits: jax.Array, params: RowParams, edited: jax.Array, slots: jax.Array) -> "_Row":
+        """A greedy row draws too: so cold that only the best token is left (the first of equal ones, at u = 0)."""
+        greedy = _greedy(params)
+        u = uniforms(params.seed, params.position)
+        knobs = _Knobs(
+            edited.astype(jnp.float32),
+            params.presence,
+            params.frequency,
+            params.repetition,
+            jnp.where(greedy, LARGEST, 1.0 / jnp.maximum(params.temperature, COLDEST)),
+            jnp.where(greedy, 0, jnp.minimum(params.top_k, logits.shape[1])).astype(jnp.float32),
+            jnp.where(greedy, 1.0, params.top_p),
+            jnp.where(greedy, 1.0, params.min_p),
+            jnp.where(greedy, 0.0, u[:, 0]),
+            jnp.where(greedy, 0.0, u[:, 1]),
+        )
+        early = (params.position < params.min_position)[:, None]
+        return cls(
+            logits,
+            slots,
+            jnp.stack(knobs, axis=1),
+            jnp.concatenate([params.bias_ids, jnp.where(early, params.stop_ids, -1)], axis=1),
+            jnp.pad(params.bias_values, ((0, 0), (0, params.stop_ids.shape[1])), constant_values=-jnp.inf),
+        )
 
 
-def _choose(
-    logits: jax.Array, params: RowParams, counts: jax.Array, slots: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+class _Knobs(NamedTuple):
+    edited: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+    repetition: jax.Array
+    inverse: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    u_block: jax.Array
+    u_token: jax.Array
+
+
+def _choose_each(rows: _Row, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`_choose`, row by row.
+
+    On CPU the arrays [V] in between then stay in cache (at 64 rows, fresh memory for [R, V] took longer than
+    the arithmetic), and a row pays only for what it asks itself.
+    """
+    one = jax.tree.map(lambda a: a[:, None], rows)
+    tokens, best = lax.map(lambda row: _choose(row, counts), one)
+    return tokens[:, 0], best[:, 0]
+
+
+def _choose(row: _Row, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Tokens [R] i32 and the largest logits [R] f32, with everything that rows can ask for."""
-    logits = lax.cond(jnp.any(_edited(params)), _edit, lambda x, *_: x, logits, params, counts, slots)
-    best_token, best = argmax(logits)
-    greedy = _greedy(params)
-    filters = Filters(
-        jnp.where(greedy, 0, params.top_k),
-        jnp.where(greedy, 1.0, params.top_p),
-        jnp.where(greedy, 0.0, params.min_p),
-    )
-
-    def drawn() -> jax.Array:
-        # One array of weights (the barrier): recomputed ones could differ by a bit from the threshold.
-        weights = lax.optimization_barrier(_weights(logits, best, params.temperature))
-        least = threshold(weights, filters)[:, None]
-        kept = split(jnp.where(weights >= least, weights, 0.0), 0.0)
-        return draw(jnp.sum(kept, axis=2), lambda block: take(kept, block), _uniforms(params))
-
-    return _select(greedy, best_token, drawn, logits.shape[1]), best
+    knobs = _Knobs(*row.knobs.T)
+    logits = lax.cond(jnp.any(knobs.edited > 0), _edit, lambda row, _: row.logits, row, counts)
+    best = jnp.max(logits, axis=1)
+    # exp((x - best) / temperature): 1 for the best token of a finite row. One array of weights (the barrier):
+    # recomputed ones could differ by a bit from the threshold.
+    centre = jnp.clip(best, -LARGEST, LARGEST)
+    weights = lax.optimization_barrier(jnp.exp((logits - centre[:, None]) * knobs.inverse[:, None]))
+    least = threshold(weights, Filters(knobs.top_k, knobs.top_p, knobs.min_p))
+    return draw(weights, least, jnp.stack([knobs.u_block, knobs.u_token], axis=1)), best
 
 
-def _choose_plainly(logits: jax.Array, params: RowParams) -> tuple[jax.Array, jax.Array]:
-    """`_choose` where no row edits or filters: at most two passes over the logits, no array of weights."""
-    best_token, best = argmax(logits)
-
-    def drawn() -> jax.Array:
-        blocks = split(logits, -jnp.inf)
-        sums = jnp.sum(_weights(blocks, best, params.temperature), axis=2)
-
-        def block_of(block: jax.Array) -> jax.Array:
-            return _weights(take(blocks, block), best, params.temperature)
-
-        return draw(sums, block_of, _uniforms(params))
-
-    return _select(_greedy(params), best_token, drawn, logits.shape[1]), best
-
-
-def _select(greedy: jax.Array, best: jax.Array, drawn: Callable[[], jax.Array], vocab: int) -> jax.Array:
-    # Padding of the last block can be drawn only from a broken row.
-    random = lax.cond(jnp.all(greedy), lambda: best, drawn)
-    return jnp.where(greedy, best, jnp.minimum(random, vocab - 1))
-
-
-def _uniforms(params: RowParams) -> jax.Array:
-    return uniforms(params.seed, params.position)
-
-
-def _weights(x: jax.Array, best: jax.Array, temperature: jax.Array) -> jax.Array:
-    """exp((x - best) / temperature) for x [R, ...]: 1 for the best token of a finite row, and nowhere NaN."""
-    shape = (-1,) + (1,) * (x.ndim - 1)
-    inverse = 1.0 / jnp.maximum(temperature, COLDEST)
-    return jnp.exp((x - jnp.clip(best, -LARGEST, LARGEST).reshape(shape)) * inverse.reshape(shape))
-
-
-def _edit(x: jax.Array, params: RowParams, counts: jax.Array, slots: jax.Array) -> jax.Array:
-    """Bias, penalties and the end-token mask: [R, V] -> [R, V]."""
-    rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-    vocab = x.shape[1]  # as an index: out of range, dropped
-    biased = jnp.where(params.bias_ids < 0, vocab, params.bias_ids)
-    x = x.at[rows, biased].add(params.bias_values, mode="drop")
-    x = lax.cond(
-        jnp.any(_penalised(params)),
-        lambda x: penalise(x, counts[slots], params.presence, params.frequency, params.repetition),
-        lambda x: x,
-        x,
-    )
-    return x.at[rows, jnp.where(_masked(params), params.stop_ids, vocab)].set(-jnp.inf, mode="drop")
+def _edit(row: _Row, counts: jax.Array) -> jax.Array:
+    """Bias, end-token mask and penalties: logits [R, V]."""
+    knobs = _Knobs(*row.knobs.T)
+    index = jnp.arange(row.logits.shape[0], dtype=jnp.int32)[:, None]
+    x = row.logits.at[index, row.ids].add(row.biases, mode="drop", wrap_negative_indices=False)
+    seen = counts.at[row.slots].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return penalise(x, seen, knobs.presence, knobs.frequency, knobs.repetition)
 
 
 def _report(

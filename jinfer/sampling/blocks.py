@@ -3,8 +3,8 @@
 XLA:CPU reduces a float maximum at memory speed but runs `argmax` (a reduction over pairs) sixty times slower,
 and `lax.top_k` slows down with the row length on every backend. Both need only the maxima of blocks first.
 
-The sampler is part of every program, so each operation is one that XLA:CPU compiles quickly: a reduction over
-axes of at most LANES stays one kernel, longer integer ones become several.
+The sampler is part of every program, so all of it is written for a short compile time on XLA:CPU: what a
+library does there (float32 reductions and products, `lax.top_k`) is free, every other step costs milliseconds.
 """
 
 import jax
@@ -12,16 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 
 WIDTH = 64  # tokens a block: near sqrt(V), so that the blocks' maxima and the k best blocks are both short
-LANES = 32
 
 
-def split(x: jax.Array, fill: float, width: int = WIDTH) -> jax.Array:
-    """[R, V] -> [R, N, width], padded at the end with `fill`. Free when V is a multiple of width."""
+def split(x: jax.Array, fill: float) -> jax.Array:
+    """[R, V] -> [R, N, WIDTH], padded at the end with `fill`. Free when V is a multiple of WIDTH."""
     rows, length = x.shape
-    count = -(-length // width)
-    if count * width != length:
-        x = jnp.pad(x, ((0, 0), (0, count * width - length)), constant_values=fill)
-    return x.reshape(rows, count, width)
+    count = -(-length // WIDTH)
+    if count * WIDTH != length:
+        x = jnp.pad(x, ((0, 0), (0, count * WIDTH - length)), constant_values=fill)
+    return x.reshape(rows, count, WIDTH)
 
 
 def at(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -36,9 +35,10 @@ def take(blocks: jax.Array, index: jax.Array) -> jax.Array:
 
 def first(hit: jax.Array) -> jax.Array:
     """Index of the first True in each row, or the last index if there is none: [R, n] bool -> [R] i32."""
+    # From the end and as float32, whose maximum is cheaper than an integer minimum.
     last = hit.shape[1] - 1
-    index = jnp.where(hit, lax.broadcasted_iota(jnp.int32, hit.shape, 1), last)
-    return jnp.min(split(index, last, LANES), axis=(1, 2))
+    left = (last - lax.broadcasted_iota(jnp.int32, hit.shape, 1)).astype(jnp.float32)
+    return last - jnp.max(jnp.where(hit, left, 0.0), axis=1).astype(jnp.int32)
 
 
 def argmax(x: jax.Array) -> tuple[jax.Array, jax.Array]:

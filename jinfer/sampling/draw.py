@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jinfer.sampling.blocks import LANES, WIDTH, first, split, take
+from jinfer.sampling.blocks import WIDTH, split, take
 
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 
@@ -30,14 +30,14 @@ def uniforms(seed: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def cumsum(x: jax.Array) -> jax.Array:
-    """Sums of x [R, n, w] f32 up to each element in the order of the last two axes.
-
-    Products with triangles: XLA:CPU takes those from a library but compiles the many steps of a scan.
-    """
-    _, n, w = x.shape
-    inside = jnp.dot(x, np.triu(np.ones((w, w), np.float32)), precision=lax.Precision.HIGHEST)
-    before = jnp.dot(inside[:, :, -1], np.triu(np.ones((n, n), np.float32), 1), precision=lax.Precision.HIGHEST)
-    return inside + before[:, :, None]
+    """Sums up to each element: [R, n] f32 -> [R, n]; by products with triangles, in two levels if n is large."""
+    rows, n = x.shape
+    if n <= WIDTH:
+        return jnp.dot(x, np.triu(np.ones((n, n), np.float32)), precision=lax.Precision.HIGHEST)
+    parts = split(x, 0.0)
+    inside = cumsum(parts.reshape(-1, WIDTH)).reshape(parts.shape)
+    ends = inside[:, :, -1]
+    return (inside + (cumsum(ends) - ends)[:, :, None]).reshape(rows, -1)[:, :n]
 
 
 def pick(weights: jax.Array, u: jax.Array) -> jax.Array:
@@ -45,11 +45,12 @@ def pick(weights: jax.Array, u: jax.Array) -> jax.Array:
 
     An index of weight 0 is never drawn while a positive one exists, whatever the round-off of the sums.
     """
-    parts = split(weights, 0.0, LANES)
-    mass = jnp.where(parts > 0, cumsum(parts), 0.0)
-    total = jnp.max(mass, axis=(1, 2), keepdims=True)
-    hit = (parts > 0) & ((mass > u[:, None, None] * total) | (mass == total))
-    return jnp.minimum(first(hit.reshape(weights.shape[0], -1)), weights.shape[1] - 1)
+    mass = cumsum(weights)
+    total = mass[:, -1:]
+    mass = jnp.where(weights > 0, mass, 0.0)
+    # The least mass above the goal; were there none by round-off, the largest mass.
+    score = jnp.where(mass > u[:, None] * total, 2 * total - mass, mass)
+    return lax.top_k(score, 1)[1][:, 0]
 
 
 def draw(weights: jax.Array, least: jax.Array, u: jax.Array) -> jax.Array:
@@ -61,5 +62,4 @@ def draw(weights: jax.Array, least: jax.Array, u: jax.Array) -> jax.Array:
     sums = jnp.sum(jnp.where(blocks >= least[:, None, None], blocks, 0.0), axis=2)
     block = pick(sums, u[:, 0])
     inside = take(blocks, block)
-    token = block * WIDTH + pick(jnp.where(inside >= least[:, None], inside, 0.0), u[:, 1])
-    return jnp.minimum(token, weights.shape[1] - 1)
+    return block * WIDTH + pick(jnp.where(inside >= least[:, None], inside, 0.0), u[:, 1])

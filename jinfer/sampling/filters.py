@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jinfer.sampling.blocks import at, top_values
+from jinfer.sampling.blocks import top_values
 from jinfer.sampling.draw import cumsum
 
 CANDIDATES = 64  # above the usual top_k; costs a quarter of the bisection on CPU
@@ -29,51 +30,42 @@ class Filters(NamedTuple):
     min_p: jax.Array
 
 
-class _Span(NamedTuple):
-    """low, high [R] i32: bits of a weight whose tokens from there up reach the goal, and of one whose do not.
-
-    mass_low, mass_high [R] f32: the number or mass of those tokens.
-    """
-
-    low: jax.Array
-    high: jax.Array
-    mass_low: jax.Array
-    mass_high: jax.Array
-
-
 def threshold(weights: jax.Array, filters: Filters) -> jax.Array:
     """The smallest weight each row keeps: weights [R, V] f32, the best of a row 1 -> [R] f32.
 
     top_k comes first (equal weights at the edge stay together), then top_p over the mass that is left: the
     smallest set of best tokens that reaches it, at least the best token; min_p is relative to the best token.
     """
-    vocab = weights.shape[1]
-    by_rank, by_mass = (filters.top_k > 0) & (filters.top_k < vocab), filters.top_p < 1
-    start, end = jnp.where(jnp.any(by_rank), 0, 1), jnp.where(jnp.any(by_mass), 2, 1)
-
-    def search(ranked: jax.Array) -> jax.Array:
-        def turn(i: jax.Array, edge: jax.Array) -> jax.Array:
-            # The first turn counts tokens, the second adds up their weights.
-            asked = jnp.where(i == 0, by_rank, by_mass)
-            unit = jnp.where(i == 0, 1.0, 0.0)
-            total = _reach(weights, edge, unit)
-            goal = jnp.where(i == 0, filters.top_k.astype(jnp.float32), filters.top_p * total)
-            sums = cumsum(jnp.maximum(ranked, unit)[:, None])[:, 0]
-            place = jnp.sum(sums < goal[:, None], axis=1, dtype=jnp.int32)
-            read = at(ranked, jnp.minimum(place, ranked.shape[1] - 1)[:, None])[:, 0]
-            # Not among the candidates: below the last of them, or equal to it.
-            low = jnp.where(asked & (place < ranked.shape[1]), jnp.maximum(read, edge), edge)
-            high = jnp.where(asked & (place == ranked.shape[1]), _bits(read) + 1, _bits(low))
-            return _largest(weights, _Span(_bits(low), high, total, jnp.zeros_like(total)), goal, unit)
-
-        return lax.fori_loop(start, end, turn, jnp.zeros_like(filters.top_p))
-
+    asked = jnp.stack([filters.top_k.astype(jnp.float32), filters.top_p], axis=1)
+    by_rank, by_mass = (filters.top_k > 0) & (filters.top_k < weights.shape[1]), filters.top_p < 1
     edge = lax.cond(
-        start < end,
-        lambda: search(top_values(weights, min(CANDIDATES, vocab))),
-        lambda: jnp.zeros_like(filters.top_p),
+        jnp.any(by_rank | by_mass), _search, lambda weights, _: jnp.zeros_like(weights[:, 0]), weights, asked
     )
     return jnp.minimum(jnp.maximum(edge, filters.min_p), 1.0)
+
+
+def _search(weights: jax.Array, asked: jax.Array) -> jax.Array:
+    """Thresholds [R] of top_k and top_p, the columns of `asked` [R, 2] f32."""
+    rows, vocab = weights.shape
+    ranked = top_values(weights, min(CANDIDATES, vocab))
+    k, p = asked[:, 0], asked[:, 1]
+    by_rank = (k > 0) & (k < vocab)
+
+    def turn(i: jax.Array, edge: jax.Array) -> jax.Array:
+        # Turn 0 counts tokens, turn 1 adds up their weights.
+        unit = jnp.where(i == 0, 1.0, 0.0)
+        active = jnp.where(i == 0, by_rank, p < 1)[:, None]
+        total = _reach(weights, edge, unit)
+        goal = jnp.where(i == 0, k, p * total)
+        reached = cumsum(jnp.maximum(ranked, unit)) >= goal[:, None]
+        found = jnp.max(jnp.where(reached & active, ranked, edge[:, None]), axis=1)
+        low = _bits(found)
+        open_ = active & ~reached[:, -1:]
+        high = jnp.where(open_, _bits(ranked[:, -1:]) + 1, low[:, None])
+        return _bisect(weights, jnp.concatenate([low[:, None], high], axis=1), total, goal, unit)
+
+    start = jnp.where(jnp.any(by_rank), 0, 1)
+    return lax.fori_loop(start, 2, turn, jnp.zeros(rows, jnp.float32))
 
 
 def _reach(weights: jax.Array, least: jax.Array, unit: jax.Array) -> jax.Array:
@@ -81,26 +73,27 @@ def _reach(weights: jax.Array, least: jax.Array, unit: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(weights >= least[:, None], jnp.maximum(weights, unit), 0.0), axis=1)
 
 
-def _largest(weights: jax.Array, span: _Span, goal: jax.Array, unit: jax.Array) -> jax.Array:
-    """A weight t [R] in the span: the tokens of weight >= t are the fewest that reach `goal` [R].
+def _bisect(
+    weights: jax.Array, ends: jax.Array, total: jax.Array, goal: jax.Array, unit: jax.Array
+) -> jax.Array:
+    """A weight t [R] between two: the tokens of weight >= t are the fewest that reach `goal` [R].
 
-    Stops as soon as at most one token lies between the two ends.
+    ends [R, 2] i32: bits of a weight whose tokens from there up reach the goal (their mass is at most total
+    [R]), and of one whose do not. Stops as soon as at most one token lies between the two.
     """
 
-    def open_(span: _Span) -> jax.Array:
+    def is_open(ends: jax.Array, masses: jax.Array) -> jax.Array:
         # Two tokens in between would have a mass of at least twice the lower end.
-        two = 2.0 * jnp.maximum(_value(span.low), unit)
-        return (span.high - span.low > 1) & (span.mass_low - span.mass_high >= two)
+        two = 2.0 * jnp.maximum(_value(ends[:, :1]), unit)
+        return (ends[:, 1:] - ends[:, :1] > 1) & (masses[:, :1] - masses[:, 1:] >= two)
 
-    def halve(span: _Span) -> _Span:
-        middle = (span.low + span.high) >> 1
+    def halve(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        ends, masses = state
+        middle = (ends[:, 0] + ends[:, 1]) >> 1
         mass = _reach(weights, _value(middle), unit)
-        up, down = open_(span) & (mass >= goal), open_(span) & (mass < goal)
-        return _Span(
-            jnp.where(up, middle, span.low),
-            jnp.where(down, middle, span.high),
-            jnp.where(up, mass, span.mass_low),
-            jnp.where(down, mass, span.mass_high),
-        )
+        moves = ((mass < goal)[:, None] == np.array([[False, True]])) & is_open(ends, masses)
+        return jnp.where(moves, middle[:, None], ends), jnp.where(moves, mass[:, None], masses)
 
-    return _value(lax.while_loop(lambda span: jnp.any(open_(span)), halve, span).low)
+    masses = jnp.stack([total, jnp.zeros_like(total)], axis=1)
+    ends, _ = lax.while_loop(lambda state: jnp.any(is_open(*state)), halve, (ends, masses))
+    return _value(ends[:, 0])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jinfer.sampling.blocks import top
+from jinfer.sampling.blocks import at, top
 
 
 def logprobs(
@@ -17,8 +17,9 @@ def logprobs(
     logits [R, V] f32, tokens [R] i32 -> [R] f32, ids [R, C] i32, values [R, C] f32. A token of logit -inf has
     -inf: whoever writes JSON must replace it.
     """
-    normaliser = jax.nn.logsumexp(logits, axis=1)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - normaliser
+    best = jnp.max(logits, axis=1)
+    normaliser = best + jnp.log(jnp.sum(jnp.exp(logits - best[:, None]), axis=1))
+    chosen = at(logits, tokens[:, None])[:, 0] - normaliser
     if max_logprobs == 0:
         empty = jnp.zeros((logits.shape[0], 0), jnp.float32)
         return chosen, empty.astype(jnp.int32), empty

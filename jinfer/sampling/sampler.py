@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jinfer.sampling.blocks import argmax
@@ -18,7 +19,7 @@ from jinfer.sampling.logprobs import logprobs
 from jinfer.sampling.penalties import penalise
 
 LARGEST = float(jnp.finfo(jnp.float32).max)
-COLDEST = 1e-20  # below it 1 / temperature would overflow; such a row is greedy in all but name
+COLDEST = float(jnp.finfo(jnp.float32).tiny)  # its inverse is still finite
 
 
 class RowParams(NamedTuple):
@@ -81,12 +82,11 @@ def sample(
     if vocab_size is not None and vocab_size < logits.shape[1]:
         inside = lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab_size
         logits = jnp.where(inside, logits, -jnp.inf)
-    edited = _edited(params)
     tokens, best = lax.cond(
-        jnp.all(_greedy(params) & ~edited),
+        jnp.all(_greedy(params) & ~_edited(params)),
         lambda: argmax(logits),
         lambda: lax.platform_dependent(
-            _Row.of(logits, params, edited, slots), counts, cpu=_choose_each, default=_choose
+            logits, _pack(params, slots), counts, cpu=_choose_each, default=_choose
         ),
     )
     return Sampled(tokens, *_report(logits, tokens, params.logprobs, max_logprobs), jnp.isfinite(best))
@@ -104,89 +104,99 @@ def _edited(params: RowParams) -> jax.Array:
 
 
 class _Row(NamedTuple):
-    """What `_choose` needs of each row.
+    """What `_choose` needs of a row beside its logits, as columns of one f32 array [R, 11 + 2 (X + E)].
 
-    logits [R, V] f32; slots [R] i32; knobs: the fields of _Knobs in one array [R, n], as every array more is
-    work for the compiler; ids [R, X + E] i32 and what to add to their logits, [R, X + E] f32.
+    One, because every array is work for the compiler. Whole numbers are below 2^24, hence exact. ids and
+    biases [R, X + E] are what to add to which logits; the others are [R].
     """
 
-    logits: jax.Array
-    slots: jax.Array
-    knobs: jax.Array
-    ids: jax.Array
-    biases: jax.Array
-
-    @classmethod
-    def of(cls, logits: jax.Array, params: RowParams, edited: jax.Array, slots: jax.Array) -> "_Row":
-        """A greedy row draws too: so cold that only the best token is left (the first of equal ones, at u = 0)."""
-        greedy = _greedy(params)
-        u = uniforms(params.seed, params.position)
-        knobs = _Knobs(
-            edited.astype(jnp.float32),
-            params.presence,
-            params.frequency,
-            params.repetition,
-            jnp.where(greedy, LARGEST, 1.0 / jnp.maximum(params.temperature, COLDEST)),
-            jnp.where(greedy, 0, jnp.minimum(params.top_k, logits.shape[1])).astype(jnp.float32),
-            jnp.where(greedy, 1.0, params.top_p),
-            jnp.where(greedy, 1.0, params.min_p),
-            jnp.where(greedy, 0.0, u[:, 0]),
-            jnp.where(greedy, 0.0, u[:, 1]),
-        )
-        early = (params.position < params.min_position)[:, None]
-        return cls(
-            logits,
-            slots,
-            jnp.stack(knobs, axis=1),
-            jnp.concatenate([params.bias_ids, jnp.where(early, params.stop_ids, -1)], axis=1),
-            jnp.pad(params.bias_values, ((0, 0), (0, params.stop_ids.shape[1])), constant_values=-jnp.inf),
-        )
-
-
-class _Knobs(NamedTuple):
+    slot: jax.Array
     edited: jax.Array
     presence: jax.Array
     frequency: jax.Array
     repetition: jax.Array
-    inverse: jax.Array
+    temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
     min_p: jax.Array
     u_block: jax.Array
     u_token: jax.Array
+    ids: jax.Array
+    biases: jax.Array
 
 
-def _choose_each(rows: _Row, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+# A greedy row draws too: so cold that only the best token is left (the first of equal ones, at u = 0).
+_GREEDY = {"temperature": 0.0, "top_k": 0.0, "top_p": 1.0, "min_p": 1.0, "u_block": 0.0, "u_token": 0.0}
+
+
+def _pack(params: RowParams, slots: jax.Array) -> jax.Array:
+    """The fields of _Row in one array."""
+    u = uniforms(params.seed, params.position)
+    early = (params.position < params.min_position)[:, None]
+    row = _Row(
+        slots,
+        _edited(params),
+        params.presence,
+        params.frequency,
+        params.repetition,
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        u[:, 0],
+        u[:, 1],
+        jnp.concatenate([params.bias_ids, jnp.where(early, params.stop_ids, -1)], axis=1),
+        jnp.pad(params.bias_values, ((0, 0), (0, params.stop_ids.shape[1])), constant_values=-jnp.inf),
+    )
+    columns = [a.astype(jnp.float32).reshape(len(slots), -1) for a in row]
+    packed = jnp.concatenate(columns, axis=1)
+    neutral = np.full(packed.shape[1], np.nan, np.float32)
+    for name, value in _GREEDY.items():
+        neutral[_Row._fields.index(name)] = value
+    return jnp.where(_greedy(params)[:, None] & ~np.isnan(neutral), neutral, packed)
+
+
+def _unpack(packed: jax.Array) -> _Row:
+    scalars = len(_Row._fields) - 2
+    edits = packed[:, scalars:]
+    ids, biases = jnp.split(edits, 2, axis=1)
+    return _Row(*(packed[:, i] for i in range(scalars)), ids, biases)
+
+
+def _choose_each(logits: jax.Array, rows: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`_choose`, row by row.
 
     On CPU the arrays [V] in between then stay in cache (at 64 rows, fresh memory for [R, V] took longer than
     the arithmetic), and a row pays only for what it asks itself.
     """
-    one = jax.tree.map(lambda a: a[:, None], rows)
-    tokens, best = lax.map(lambda row: _choose(row, counts), one)
+    tokens, best = lax.map(
+        lambda row: _choose(row[0], row[1], counts), (logits[:, None], rows[:, None])
+    )
     return tokens[:, 0], best[:, 0]
 
 
-def _choose(row: _Row, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _choose(logits: jax.Array, rows: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Tokens [R] i32 and the largest logits [R] f32, with everything that rows can ask for."""
-    knobs = _Knobs(*row.knobs.T)
-    logits = lax.cond(jnp.any(knobs.edited > 0), _edit, lambda row, _: row.logits, row, counts)
+    row = _unpack(rows)
+    logits = lax.cond(jnp.any(row.edited > 0), _edit, lambda logits, *_: logits, logits, rows, counts)
     best = jnp.max(logits, axis=1)
     # exp((x - best) / temperature): 1 for the best token of a finite row. One array of weights (the barrier):
     # recomputed ones could differ by a bit from the threshold.
     centre = jnp.clip(best, -LARGEST, LARGEST)
-    weights = lax.optimization_barrier(jnp.exp((logits - centre[:, None]) * knobs.inverse[:, None]))
-    least = threshold(weights, Filters(knobs.top_k, knobs.top_p, knobs.min_p))
-    return draw(weights, least, jnp.stack([knobs.u_block, knobs.u_token], axis=1)), best
+    inverse = 1.0 / jnp.maximum(row.temperature, COLDEST)
+    weights = lax.optimization_barrier(jnp.exp((logits - centre[:, None]) * inverse[:, None]))
+    least = threshold(weights, Filters(row.top_k, row.top_p, row.min_p))
+    return draw(weights, least, jnp.stack([row.u_block, row.u_token], axis=1)), best
 
 
-def _edit(row: _Row, counts: jax.Array) -> jax.Array:
+def _edit(logits: jax.Array, rows: jax.Array, counts: jax.Array) -> jax.Array:
     """Bias, end-token mask and penalties: logits [R, V]."""
-    knobs = _Knobs(*row.knobs.T)
-    index = jnp.arange(row.logits.shape[0], dtype=jnp.int32)[:, None]
-    x = row.logits.at[index, row.ids].add(row.biases, mode="drop", wrap_negative_indices=False)
-    seen = counts.at[row.slots].get(mode="promise_in_bounds", wrap_negative_indices=False)
-    return penalise(x, seen, knobs.presence, knobs.frequency, knobs.repetition)
+    row = _unpack(rows)
+    index = jnp.arange(len(rows), dtype=jnp.int32)[:, None]
+    ids, slots = row.ids.astype(jnp.int32), row.slot.astype(jnp.int32)
+    logits = logits.at[index, ids].add(row.biases, mode="drop", wrap_negative_indices=False)
+    seen = counts.at[slots].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return penalise(logits, seen, row.presence, row.frequency, row.repetition)
 
 
 def _report(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 WIDTH = 64  # tokens a block: near sqrt(V), so that the blocks' maxima and the k best blocks are both short
+SHORT = 2048  # tokens of a vocabulary for which `lax.top_k` is fast enough as it is
 
 
 def split(x: jax.Array, fill: float) -> jax.Array:
@@ -46,6 +47,8 @@ def argmax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     A row with a NaN gives NaN and some index within the vocabulary.
     """
+    if x.shape[1] <= SHORT:
+        return lax.top_k(x, 1)[1][:, 0], jnp.max(x, axis=1)
     blocks = split(x, -jnp.inf)
     tops = jnp.max(blocks, axis=2)
     best = jnp.max(tops, axis=1)
@@ -55,22 +58,25 @@ def argmax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def top(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k best of each row, best first, equal values by index: [R, V] -> values [R, k], ids [R, k] i32.
-
-    The k best elements lie in the k blocks with the best maxima, so two small `lax.top_k` are exact.
-    """
-    blocks, chosen = _best_blocks(x, k)
-    chosen = jnp.sort(chosen, axis=1)  # candidates in the order of their ids, so that ties go to the lower id
-    values, place = lax.top_k(at(blocks, chosen[:, :, None]).reshape(x.shape[0], -1), k)
-    return values, at(chosen, lax.div(place, WIDTH)) * WIDTH + lax.rem(place, WIDTH)
+    """The k best of each row, best first, equal values by index: [R, V] -> values [R, k], ids [R, k] i32."""
+    if x.shape[1] <= SHORT:
+        return tuple(lax.top_k(x, k))
+    candidates, blocks = _candidates(x, k)
+    values, place = lax.top_k(candidates, k)
+    return values, at(blocks, lax.div(place, WIDTH)) * WIDTH + lax.rem(place, WIDTH)
 
 
 def top_values(x: jax.Array, k: int) -> jax.Array:
     """The values of `top` alone [R, k]."""
-    blocks, chosen = _best_blocks(x, k)
-    return lax.top_k(at(blocks, chosen[:, :, None]).reshape(x.shape[0], -1), k)[0]
+    return lax.top_k(x if x.shape[1] <= SHORT else _candidates(x, k)[0], k)[0]
 
 
-def _best_blocks(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def _candidates(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k best elements lie in the k blocks with the best maxima: those blocks' elements and indices.
+
+    In the order of their ids, so that ties go to the lower id: [R, k * WIDTH], [R, k] i32.
+    """
     blocks = split(x, -jnp.inf)
-    return blocks, lax.top_k(jnp.max(blocks, axis=2), min(k, blocks.shape[1]))[1]
+    _, chosen = lax.top_k(jnp.max(blocks, axis=2), min(k, blocks.shape[1]))
+    chosen = jnp.sort(chosen, axis=1)
+    return at(blocks, chosen[:, :, None]).reshape(x.shape[0], -1), chosen

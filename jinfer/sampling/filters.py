@@ -36,19 +36,18 @@ def threshold(weights: jax.Array, filters: Filters) -> jax.Array:
     top_k comes first (equal weights at the edge stay together), then top_p over the mass that is left: the
     smallest set of best tokens that reaches it, at least the best token; min_p is relative to the best token.
     """
-    asked = jnp.stack([filters.top_k.astype(jnp.float32), filters.top_p], axis=1)
-    by_rank, by_mass = (filters.top_k > 0) & (filters.top_k < weights.shape[1]), filters.top_p < 1
+    vocab = weights.shape[1]
+    k, p = filters.top_k.astype(jnp.float32), filters.top_p
     edge = lax.cond(
-        jnp.any(by_rank | by_mass), _search, lambda weights, _: jnp.zeros_like(weights[:, 0]), weights, asked
+        jnp.any(((k > 0) & (k < vocab)) | (p < 1)), _search, lambda _, k, p: jnp.zeros_like(p), weights, k, p
     )
     return jnp.minimum(jnp.maximum(edge, filters.min_p), 1.0)
 
 
-def _search(weights: jax.Array, asked: jax.Array) -> jax.Array:
-    """Thresholds [R] of top_k and top_p, the columns of `asked` [R, 2] f32."""
-    rows, vocab = weights.shape
+def _search(weights: jax.Array, k: jax.Array, p: jax.Array) -> jax.Array:
+    """Thresholds [R] of top_k and top_p."""
+    vocab = weights.shape[1]
     ranked = top_values(weights, min(CANDIDATES, vocab))
-    k, p = asked[:, 0], asked[:, 1]
     by_rank = (k > 0) & (k < vocab)
 
     def turn(i: jax.Array, edge: jax.Array) -> jax.Array:
@@ -65,7 +64,7 @@ def _search(weights: jax.Array, asked: jax.Array) -> jax.Array:
         return _bisect(weights, jnp.concatenate([low[:, None], high], axis=1), total, goal, unit)
 
     start = jnp.where(jnp.any(by_rank), 0, 1)
-    return lax.fori_loop(start, 2, turn, jnp.zeros(rows, jnp.float32))
+    return lax.fori_loop(start, 2, turn, jnp.zeros_like(p))
 
 
 def _reach(weights: jax.Array, least: jax.Array, unit: jax.Array) -> jax.Array:

@@ -5,11 +5,12 @@ Order: raw logits (these give the logprobs) -> bias -> penalties -> end tokens m
 temperature -> top_k -> top_p -> min_p -> draw. Everything is float32 and no row depends on another.
 """
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jinfer.sampling.blocks import argmax
@@ -85,9 +86,7 @@ def sample(
     tokens, best = lax.cond(
         jnp.all(_greedy(params) & ~_edited(params)),
         lambda: argmax(logits),
-        lambda: lax.platform_dependent(
-            logits, _pack(params, slots), counts, cpu=_choose_each, default=_choose
-        ),
+        lambda: lax.platform_dependent(logits, params, counts, slots, cpu=_choose_each, default=_choose),
     )
     return Sampled(tokens, *_report(logits, tokens, params.logprobs, max_logprobs), jnp.isfinite(best))
 
@@ -103,100 +102,69 @@ def _edited(params: RowParams) -> jax.Array:
     return masked | penalised | jnp.any(params.bias_ids[:, :1] >= 0, axis=1)
 
 
-class _Row(NamedTuple):
-    """What `_choose` needs of a row beside its logits, as columns of one f32 array [R, 11 + 2 (X + E)].
-
-    One, because every array is work for the compiler. Whole numbers are below 2^24, hence exact. ids and
-    biases [R, X + E] are what to add to which logits; the others are [R].
-    """
-
-    slot: jax.Array
-    edited: jax.Array
-    presence: jax.Array
-    frequency: jax.Array
-    repetition: jax.Array
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    u_block: jax.Array
-    u_token: jax.Array
-    ids: jax.Array
-    biases: jax.Array
-
-
-# A greedy row draws too: so cold that only the best token is left (the first of equal ones, at u = 0).
-_GREEDY = {"temperature": 0.0, "top_k": 0.0, "top_p": 1.0, "min_p": 1.0, "u_block": 0.0, "u_token": 0.0}
-
-
-def _pack(params: RowParams, slots: jax.Array) -> jax.Array:
-    """The fields of _Row in one array."""
-    u = uniforms(params.seed, params.position)
-    early = (params.position < params.min_position)[:, None]
-    row = _Row(
-        slots,
-        _edited(params),
-        params.presence,
-        params.frequency,
-        params.repetition,
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        params.min_p,
-        u[:, 0],
-        u[:, 1],
-        jnp.concatenate([params.bias_ids, jnp.where(early, params.stop_ids, -1)], axis=1),
-        jnp.pad(params.bias_values, ((0, 0), (0, params.stop_ids.shape[1])), constant_values=-jnp.inf),
-    )
-    columns = [a.astype(jnp.float32).reshape(len(slots), -1) for a in row]
-    packed = jnp.concatenate(columns, axis=1)
-    neutral = np.full(packed.shape[1], np.nan, np.float32)
-    for name, value in _GREEDY.items():
-        neutral[_Row._fields.index(name)] = value
-    return jnp.where(_greedy(params)[:, None] & ~np.isnan(neutral), neutral, packed)
-
-
-def _unpack(packed: jax.Array) -> _Row:
-    scalars = len(_Row._fields) - 2
-    edits = packed[:, scalars:]
-    ids, biases = jnp.split(edits, 2, axis=1)
-    return _Row(*(packed[:, i] for i in range(scalars)), ids, biases)
-
-
-def _choose_each(logits: jax.Array, rows: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _choose_each(
+    logits: jax.Array, params: RowParams, counts: jax.Array, slots: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """`_choose`, row by row.
 
     On CPU the arrays [V] in between then stay in cache (at 64 rows, fresh memory for [R, V] took longer than
     the arithmetic), and a row pays only for what it asks itself.
     """
-    tokens, best = lax.map(
-        lambda row: _choose(row[0], row[1], counts), (logits[:, None], rows[:, None])
+
+    def one(i: jax.Array, done: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        row = functools.partial(lax.dynamic_slice_in_dim, start_index=i, slice_size=1)
+        chosen = _choose(logits, params, counts, slots, row)
+        return tuple(lax.dynamic_update_slice_in_dim(a, x, i, 0) for a, x in zip(done, chosen, strict=True))
+
+    rows = len(slots)
+    start = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
+    return lax.fori_loop(jnp.uint32(0), jnp.uint32(rows), one, start)
+
+
+def _choose(
+    logits: jax.Array,
+    params: RowParams,
+    counts: jax.Array,
+    slots: jax.Array,
+    part: Callable[[jax.Array], jax.Array] = lambda a: a,
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens [R] i32 and the largest logits [R] f32, with everything that rows can ask for.
+
+    `part` takes the rows in question out of an array, late, so that what only a branch reads is copied there.
+    A greedy row draws too: so cold that only the best token is left (the first of equal ones, at u = 0).
+    """
+    mine = jax.tree.map(part, params)
+    x = lax.cond(
+        jnp.any(_edited(mine)),
+        lambda: _edit(part(logits), jax.tree.map(part, params), counts, part(slots)),
+        lambda: part(logits),
     )
-    return tokens[:, 0], best[:, 0]
-
-
-def _choose(logits: jax.Array, rows: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Tokens [R] i32 and the largest logits [R] f32, with everything that rows can ask for."""
-    row = _unpack(rows)
-    logits = lax.cond(jnp.any(row.edited > 0), _edit, lambda logits, *_: logits, logits, rows, counts)
-    best = jnp.max(logits, axis=1)
+    greedy = _greedy(mine)
+    best = jnp.max(x, axis=1)
     # exp((x - best) / temperature): 1 for the best token of a finite row. One array of weights (the barrier):
     # recomputed ones could differ by a bit from the threshold.
-    centre = jnp.clip(best, -LARGEST, LARGEST)
-    inverse = 1.0 / jnp.maximum(row.temperature, COLDEST)
-    weights = lax.optimization_barrier(jnp.exp((logits - centre[:, None]) * inverse[:, None]))
-    least = threshold(weights, Filters(row.top_k, row.top_p, row.min_p))
-    return draw(weights, least, jnp.stack([row.u_block, row.u_token], axis=1)), best
+    centre = jnp.clip(best, -LARGEST, LARGEST)[:, None]
+    inverse = 1.0 / jnp.where(greedy, COLDEST, jnp.maximum(mine.temperature, COLDEST))[:, None]
+    weights = lax.optimization_barrier(jnp.exp((x - centre) * inverse))
+    filters = Filters(
+        jnp.where(greedy, 0, mine.top_k),
+        jnp.where(greedy, 1.0, mine.top_p),
+        jnp.where(greedy, 1.0, mine.min_p),
+    )
+    u = jnp.where(greedy[:, None], 0.0, uniforms(mine.seed, mine.position))
+    return draw(weights, threshold(weights, filters), u), best
 
 
-def _edit(logits: jax.Array, rows: jax.Array, counts: jax.Array) -> jax.Array:
-    """Bias, end-token mask and penalties: logits [R, V]."""
-    row = _unpack(rows)
-    index = jnp.arange(len(rows), dtype=jnp.int32)[:, None]
-    ids, slots = row.ids.astype(jnp.int32), row.slot.astype(jnp.int32)
-    logits = logits.at[index, ids].add(row.biases, mode="drop", wrap_negative_indices=False)
+def _edit(x: jax.Array, params: RowParams, counts: jax.Array, slots: jax.Array) -> jax.Array:
+    """Bias, end-token mask and penalties: logits [R, V] -> [R, V]."""
+    rows = lax.broadcasted_iota(jnp.int32, params.bias_ids.shape, 0)
+    x = x.at[rows, params.bias_ids].add(params.bias_values, mode="drop", wrap_negative_indices=False)
     seen = counts.at[slots].get(mode="promise_in_bounds", wrap_negative_indices=False)
-    return penalise(logits, seen, row.presence, row.frequency, row.repetition)
+    x = penalise(x, seen, params.presence, params.frequency, params.repetition)
+    early = (params.position < params.min_position)[:, None]
+    rows = lax.broadcasted_iota(jnp.int32, params.stop_ids.shape, 0)
+    masked = jnp.where(early, params.stop_ids, -1)
+    return x.at[rows, masked].set(-jnp.inf, mode="drop", wrap_negative_indices=False)
 
 
 def _report(

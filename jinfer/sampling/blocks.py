@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 WIDTH = 64  # tokens a block: near sqrt(V), so that the blocks' maxima and the k best blocks are both short
-SHORT = 2048  # tokens of a vocabulary for which `lax.top_k` is fast enough as it is
+SHORT = 512  # tokens of a vocabulary for which `lax.top_k` is fast enough as it is
 
 
 def split(x: jax.Array, fill: float) -> jax.Array:

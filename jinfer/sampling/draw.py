@@ -30,10 +30,10 @@ def uniforms(seed: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def cumsum(x: jax.Array) -> jax.Array:
-    """Sums up to each element: [R, n] f32 -> [R, n]; by products with triangles, in two levels if n is large."""
+    """Sums up to each element: [R, n] f32 -> [R, n]; whole triangles of terms, in two levels if n is large."""
     rows, n = x.shape
     if n <= WIDTH:
-        return jnp.dot(x, np.triu(np.ones((n, n), np.float32)), precision=lax.Precision.HIGHEST)
+        return jnp.sum(jnp.where(np.tri(n, dtype=bool).T, x[:, :, None], 0.0), axis=1)
     parts = split(x, 0.0)
     inside = cumsum(parts.reshape(-1, WIDTH)).reshape(parts.shape)
     ends = inside[:, :, -1]
@@ -59,7 +59,8 @@ def draw(weights: jax.Array, least: jax.Array, u: jax.Array) -> jax.Array:
     Where none has a positive weight (a broken row), some token.
     """
     blocks = split(weights, 0.0)
-    sums = jnp.sum(jnp.where(blocks >= least[:, None, None], blocks, 0.0), axis=2)
+    kept = jnp.where(blocks >= least[:, None, None], blocks, 0.0)
+    sums = jnp.sum(kept, axis=2)
     block = pick(sums, u[:, 0])
     inside = take(blocks, block)
     return block * WIDTH + pick(jnp.where(inside >= least[:, None], inside, 0.0), u[:, 1])

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jinfer.sampling.blocks import top_values
+from jinfer.sampling.blocks import SHORT, top_values
 from jinfer.sampling.draw import cumsum
 
 CANDIDATES = 64  # above the usual top_k; costs a quarter of the bisection on CPU
@@ -47,21 +47,24 @@ def threshold(weights: jax.Array, filters: Filters) -> jax.Array:
 def _search(weights: jax.Array, k: jax.Array, p: jax.Array) -> jax.Array:
     """Thresholds [R] of top_k and top_p."""
     vocab = weights.shape[1]
-    ranked = top_values(weights, min(CANDIDATES, vocab))
+    ranked = top_values(weights, vocab if vocab <= SHORT else CANDIDATES)
     by_rank = (k > 0) & (k < vocab)
 
     def turn(i: jax.Array, edge: jax.Array) -> jax.Array:
-        # Turn 0 counts tokens, turn 1 adds up their weights.
+        # Turn 0 counts tokens, turn 1 adds up the weights of those that it left.
         unit = jnp.where(i == 0, 1.0, 0.0)
-        active = jnp.where(i == 0, by_rank, p < 1)[:, None]
-        total = _reach(weights, edge, unit)
+        active = jnp.where(i == 0, by_rank, p < 1)
+        sums = cumsum(jnp.where(ranked >= edge[:, None], jnp.maximum(ranked, unit), 0.0))
+        whole = ranked.shape[1] == vocab
+        total = sums[:, -1] if whole else _reach(weights, edge, unit)
         goal = jnp.where(i == 0, k, p * total)
-        reached = cumsum(jnp.maximum(ranked, unit)) >= goal[:, None]
-        found = jnp.max(jnp.where(reached & active, ranked, edge[:, None]), axis=1)
+        reached = sums >= goal[:, None]
+        found = jnp.max(jnp.where(reached & active[:, None], ranked, edge[:, None]), axis=1)
+        if whole:
+            return found
         low = _bits(found)
-        open_ = active & ~reached[:, -1:]
-        high = jnp.where(open_, _bits(ranked[:, -1:]) + 1, low[:, None])
-        return _bisect(weights, jnp.concatenate([low[:, None], high], axis=1), total, goal, unit)
+        high = jnp.where(active & ~reached[:, -1], _bits(ranked[:, -1]) + 1, low)
+        return _bisect(weights, jnp.stack([low, high], axis=1), total, goal, unit)
 
     start = jnp.where(jnp.any(by_rank), 0, 1)
     return lax.fori_loop(start, 2, turn, jnp.zeros_like(p))

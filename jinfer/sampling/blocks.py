@@ -61,22 +61,21 @@ def top(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The k best of each row, best first, equal values by index: [R, V] -> values [R, k], ids [R, k] i32."""
     if x.shape[1] <= SHORT:
         return tuple(lax.top_k(x, k))
-    candidates, blocks = _candidates(x, k)
-    values, place = lax.top_k(candidates, k)
-    return values, at(blocks, lax.div(place, WIDTH)) * WIDTH + lax.rem(place, WIDTH)
+    blocks, chosen = _best_blocks(x, k)
+    chosen = jnp.sort(chosen, axis=1)  # candidates in the order of their ids, so that ties go to the lower id
+    values, place = lax.top_k(at(blocks, chosen[:, :, None]).reshape(x.shape[0], -1), k)
+    return values, at(chosen, lax.div(place, WIDTH)) * WIDTH + lax.rem(place, WIDTH)
 
 
 def top_values(x: jax.Array, k: int) -> jax.Array:
     """The values of `top` alone [R, k]."""
-    return lax.top_k(x if x.shape[1] <= SHORT else _candidates(x, k)[0], k)[0]
+    if x.shape[1] > SHORT:
+        blocks, chosen = _best_blocks(x, k)
+        x = at(blocks, chosen[:, :, None]).reshape(x.shape[0], -1)
+    return lax.top_k(x, k)[0]
 
 
-def _candidates(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k best elements lie in the k blocks with the best maxima: those blocks' elements and indices.
-
-    In the order of their ids, so that ties go to the lower id: [R, k * WIDTH], [R, k] i32.
-    """
+def _best_blocks(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The blocks [R, N, WIDTH] and the indices of the k with the best maxima: the k best elements are in those."""
     blocks = split(x, -jnp.inf)
-    _, chosen = lax.top_k(jnp.max(blocks, axis=2), min(k, blocks.shape[1]))
-    chosen = jnp.sort(chosen, axis=1)
-    return at(blocks, chosen[:, :, None]).reshape(x.shape[0], -1), chosen
+    return blocks, lax.top_k(jnp.max(blocks, axis=2), min(k, blocks.shape[1]))[1]

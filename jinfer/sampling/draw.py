@@ -3,12 +3,14 @@
 A block is drawn by the blocks' masses, then a token in it: exact, as P(token) = P(block) P(token | block).
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jinfer.sampling.blocks import WIDTH, split, take
+from jinfer.sampling.blocks import WIDTH, split
 
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 
@@ -30,12 +32,12 @@ def uniforms(seed: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def cumsum(x: jax.Array) -> jax.Array:
-    """Sums up to each element: [R, n] f32 -> [R, n]; whole triangles of terms, in two levels if n is large."""
+    """Sums up to each element: [R, n] f32 -> [R, n]; by triangles, in two levels if n is large."""
     rows, n = x.shape
     if n <= WIDTH:
         return jnp.sum(jnp.where(np.tri(n, dtype=bool).T, x[:, :, None], 0.0), axis=1)
-    parts = split(x, 0.0)
-    inside = cumsum(parts.reshape(-1, WIDTH)).reshape(parts.shape)
+    triangle = np.tri(WIDTH, dtype=np.float32).T
+    inside = jnp.dot(split(x, 0.0), triangle, precision=lax.Precision.HIGHEST)
     ends = inside[:, :, -1]
     return (inside + (cumsum(ends) - ends)[:, :, None]).reshape(rows, -1)[:, :n]
 
@@ -53,14 +55,10 @@ def pick(weights: jax.Array, u: jax.Array) -> jax.Array:
     return lax.top_k(score, 1)[1][:, 0]
 
 
-def draw(weights: jax.Array, least: jax.Array, u: jax.Array) -> jax.Array:
-    """Draws a token [R] i32 by weights [R, V] f32, of those >= least [R], with uniforms u [R, 2].
+def draw(sums: jax.Array, block_of: Callable[[jax.Array], jax.Array], u: jax.Array) -> jax.Array:
+    """Draws a token [R] i32 with uniforms u [R, 2].
 
-    Where none has a positive weight (a broken row), some token.
+    sums [R, N] f32 are the masses of the blocks; block_of maps their indices [R] to weights [R, WIDTH] f32.
     """
-    blocks = split(weights, 0.0)
-    kept = jnp.where(blocks >= least[:, None, None], blocks, 0.0)
-    sums = jnp.sum(kept, axis=2)
     block = pick(sums, u[:, 0])
-    inside = take(blocks, block)
-    return block * WIDTH + pick(jnp.where(inside >= least[:, None], inside, 0.0), u[:, 1])
+    return block * WIDTH + pick(block_of(block), u[:, 1])

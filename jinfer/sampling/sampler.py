@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jinfer.sampling.blocks import argmax
+from jinfer.sampling.blocks import argmax, split, take
 from jinfer.sampling.draw import draw, uniforms
 from jinfer.sampling.filters import Filters, threshold
 from jinfer.sampling.logprobs import logprobs
 from jinfer.sampling.penalties import penalise
 
 LARGEST = float(jnp.finfo(jnp.float32).max)
+BLOCK_ROWS = 4  # rows at a time on CPU
 COLDEST = float(jnp.finfo(jnp.float32).tiny)  # its inverse is still finite
 
 
@@ -83,16 +84,28 @@ def sample(
     if vocab_size is not None and vocab_size < logits.shape[1]:
         inside = lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab_size
         logits = jnp.where(inside, logits, -jnp.inf)
+    changed = _edited(params)
     tokens, best = lax.cond(
-        jnp.all(_greedy(params) & ~_edited(params)),
+        jnp.all(_greedy(params) & ~changed),
         lambda: argmax(logits),
-        lambda: lax.platform_dependent(logits, params, counts, slots, cpu=_choose_each, default=_choose),
+        lambda: lax.cond(
+            jnp.any(changed | _filtered(params)),
+            lambda: lax.platform_dependent(
+                logits, params, counts, slots, cpu=_choose_in_blocks, default=_choose
+            ),
+            lambda: _choose_plainly(logits, params),
+        ),
     )
     return Sampled(tokens, *_report(logits, tokens, params.logprobs, max_logprobs), jnp.isfinite(best))
 
 
 def _greedy(params: RowParams) -> jax.Array:
     return (params.temperature <= 0) | (params.top_k == 1)
+
+
+def _filtered(params: RowParams) -> jax.Array:
+    """[R] bool: does the row draw from a part of the vocabulary?"""
+    return ~_greedy(params) & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
 
 
 def _edited(params: RowParams) -> jax.Array:
@@ -102,23 +115,27 @@ def _edited(params: RowParams) -> jax.Array:
     return masked | penalised | jnp.any(params.bias_ids[:, :1] >= 0, axis=1)
 
 
-def _choose_each(
+def _choose_in_blocks(
     logits: jax.Array, params: RowParams, counts: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`_choose`, row by row.
+    """`_choose`, a few rows at a time.
 
-    On CPU the arrays [V] in between then stay in cache (at 64 rows, fresh memory for [R, V] took longer than
-    the arithmetic), and a row pays only for what it asks itself.
+    On CPU the arrays [R, V] in between then stay in cache (at 64 rows, fresh memory for them took longer than
+    the arithmetic), and a block of rows pays only for what its own rows ask.
     """
+    rows = len(slots)
+    block = max(n for n in range(1, BLOCK_ROWS + 1) if rows % n == 0)
 
     def one(i: jax.Array, done: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        row = functools.partial(lax.dynamic_slice_in_dim, start_index=i, slice_size=1)
-        chosen = _choose(logits, params, counts, slots, row)
-        return tuple(lax.dynamic_update_slice_in_dim(a, x, i, 0) for a, x in zip(done, chosen, strict=True))
+        start = i * block
+        part = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=block)
+        chosen = _choose(logits, params, counts, slots, part)
+        return tuple(
+            lax.dynamic_update_slice_in_dim(a, x, start, 0) for a, x in zip(done, chosen, strict=True)
+        )
 
-    rows = len(slots)
-    start = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
-    return lax.fori_loop(jnp.uint32(0), jnp.uint32(rows), one, start)
+    done = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
+    return lax.fori_loop(jnp.uint32(0), jnp.uint32(rows // block), one, done)
 
 
 def _choose(
@@ -131,7 +148,6 @@ def _choose(
     """Tokens [R] i32 and the largest logits [R] f32, with everything that rows can ask for.
 
     `part` takes the rows in question out of an array, late, so that what only a branch reads is copied there.
-    A greedy row draws too: so cold that only the best token is left (the first of equal ones, at u = 0).
     """
     mine = jax.tree.map(part, params)
     x = lax.cond(
@@ -139,20 +155,41 @@ def _choose(
         lambda: _edit(part(logits), jax.tree.map(part, params), counts, part(slots)),
         lambda: part(logits),
     )
-    greedy = _greedy(mine)
     best = jnp.max(x, axis=1)
-    # exp((x - best) / temperature): 1 for the best token of a finite row. One array of weights (the barrier):
-    # recomputed ones could differ by a bit from the threshold.
-    centre = jnp.clip(best, -LARGEST, LARGEST)[:, None]
-    inverse = 1.0 / jnp.where(greedy, COLDEST, jnp.maximum(mine.temperature, COLDEST))[:, None]
-    weights = lax.optimization_barrier(jnp.exp((x - centre) * inverse))
+    # One array of weights (the barrier): recomputed ones could differ by a bit from the threshold.
+    weights = lax.optimization_barrier(_weights(x, best, mine))
+    greedy = _greedy(mine)
     filters = Filters(
         jnp.where(greedy, 0, mine.top_k),
         jnp.where(greedy, 1.0, mine.top_p),
         jnp.where(greedy, 1.0, mine.min_p),
     )
-    u = jnp.where(greedy[:, None], 0.0, uniforms(mine.seed, mine.position))
-    return draw(weights, threshold(weights, filters), u), best
+    least = threshold(weights, filters)[:, None]
+    kept = split(jnp.where(weights >= least, weights, 0.0), 0.0)
+    return draw(jnp.sum(kept, axis=2), lambda block: take(kept, block), _uniforms(mine)), best
+
+
+def _choose_plainly(logits: jax.Array, params: RowParams) -> tuple[jax.Array, jax.Array]:
+    """`_choose` where no row edits or filters: two passes over the logits, no array of weights."""
+    best = jnp.max(logits, axis=1)
+    blocks = split(logits, -jnp.inf)
+    sums = jnp.sum(_weights(blocks, best, params), axis=2)
+    return draw(sums, lambda block: _weights(take(blocks, block), best, params), _uniforms(params)), best
+
+
+def _uniforms(params: RowParams) -> jax.Array:
+    """`uniforms`, but 0 for a greedy row: with its weights, that is the first of the best tokens."""
+    return jnp.where(_greedy(params)[:, None], 0.0, uniforms(params.seed, params.position))
+
+
+def _weights(x: jax.Array, best: jax.Array, params: RowParams) -> jax.Array:
+    """exp((x - best) / temperature) for x [R, ...]: 1 for the best token of a finite row.
+
+    A greedy row is so cold that only logits equal to the best have a weight.
+    """
+    shape = (-1,) + (1,) * (x.ndim - 1)
+    inverse = 1.0 / jnp.where(_greedy(params), COLDEST, jnp.maximum(params.temperature, COLDEST))
+    return jnp.exp((x - jnp.clip(best, -LARGEST, LARGEST).reshape(shape)) * inverse.reshape(shape))
 
 
 def _edit(x: jax.Array, params: RowParams, counts: jax.Array, slots: jax.Array) -> jax.Array:

@@ -3,8 +3,6 @@
 A block is drawn by the blocks' masses, then a token in it: exact, as P(token) = P(block) P(token | block).
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,12 +51,3 @@ def pick(weights: jax.Array, u: jax.Array) -> jax.Array:
     # The least mass above the goal; were there none by round-off, the largest mass.
     score = jnp.where(mass > u[:, None] * total, 2 * total - mass, mass)
     return lax.top_k(score, 1)[1][:, 0]
-
-
-def draw(sums: jax.Array, block_of: Callable[[jax.Array], jax.Array], u: jax.Array) -> jax.Array:
-    """Draws a token [R] i32 with uniforms u [R, 2].
-
-    sums [R, N] f32 are the masses of the blocks; block_of maps their indices [R] to weights [R, WIDTH] f32.
-    """
-    block = pick(sums, u[:, 0])
-    return block * WIDTH + pick(block_of(block), u[:, 1])

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jinfer.sampling.blocks import argmax, split, take
-from jinfer.sampling.draw import draw, uniforms
+from jinfer.sampling.blocks import WIDTH, argmax, split, take
+from jinfer.sampling.draw import pick, uniforms
 from jinfer.sampling.filters import Filters, threshold
 from jinfer.sampling.logprobs import logprobs
 from jinfer.sampling.penalties import penalise
@@ -84,18 +84,21 @@ def sample(
     if vocab_size is not None and vocab_size < logits.shape[1]:
         inside = lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab_size
         logits = jnp.where(inside, logits, -jnp.inf)
-    changed = _edited(params)
-    tokens, best = lax.cond(
-        jnp.all(_greedy(params) & ~changed),
-        lambda: argmax(logits),
-        lambda: lax.cond(
-            jnp.any(changed | _filtered(params)),
+    edited = _edited(params)
+
+    def drawn() -> tuple[jax.Array, jax.Array]:
+        # A greedy row draws too, at u = 0 the first of its best tokens: only those have a weight.
+        u = jnp.where(_greedy(params)[:, None], 0.0, uniforms(params.seed, params.position))
+        block, weights, best = lax.cond(
+            jnp.any(edited | _filtered(params)),
             lambda: lax.platform_dependent(
-                logits, params, counts, slots, cpu=_choose_in_blocks, default=_choose
+                logits, params, counts, slots, u[:, 0], cpu=_draw_in_blocks, default=_draw
             ),
-            lambda: _choose_plainly(logits, params),
-        ),
-    )
+            lambda: _draw_plainly(logits, params, u[:, 0]),
+        )
+        return block * WIDTH + pick(weights, u[:, 1]), best
+
+    tokens, best = lax.cond(jnp.all(_greedy(params) & ~edited), lambda: argmax(logits), drawn)
     return Sampled(tokens, *_report(logits, tokens, params.logprobs, max_logprobs), jnp.isfinite(best))
 
 
@@ -115,10 +118,14 @@ def _edited(params: RowParams) -> jax.Array:
     return masked | penalised | jnp.any(params.bias_ids[:, :1] >= 0, axis=1)
 
 
-def _choose_in_blocks(
-    logits: jax.Array, params: RowParams, counts: jax.Array, slots: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """`_choose`, a few rows at a time.
+_Drawn = tuple[jax.Array, jax.Array, jax.Array]
+"""A drawn block [R] i32 of the vocabulary, the weights in it [R, WIDTH] f32 and the largest logit [R] f32."""
+
+
+def _draw_in_blocks(
+    logits: jax.Array, params: RowParams, counts: jax.Array, slots: jax.Array, u: jax.Array
+) -> _Drawn:
+    """`_draw`, a few rows at a time.
 
     On CPU the arrays [R, V] in between then stay in cache (at 64 rows, fresh memory for them took longer than
     the arithmetic), and a block of rows pays only for what its own rows ask.
@@ -126,26 +133,24 @@ def _choose_in_blocks(
     rows = len(slots)
     block = max(n for n in range(1, BLOCK_ROWS + 1) if rows % n == 0)
 
-    def one(i: jax.Array, done: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        start = i * block
-        part = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=block)
-        chosen = _choose(logits, params, counts, slots, part)
-        return tuple(
-            lax.dynamic_update_slice_in_dim(a, x, start, 0) for a, x in zip(done, chosen, strict=True)
-        )
+    def some(i: jax.Array, done: _Drawn) -> _Drawn:
+        part = functools.partial(lax.dynamic_slice_in_dim, start_index=i * block, slice_size=block)
+        drawn = _draw(logits, params, counts, slots, u, part)
+        return jax.tree.map(lambda a, x: lax.dynamic_update_slice_in_dim(a, x, i * block, 0), done, drawn)
 
-    done = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
-    return lax.fori_loop(jnp.uint32(0), jnp.uint32(rows // block), one, done)
+    nothing = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, WIDTH), jnp.float32), jnp.zeros(rows, jnp.float32)
+    return lax.fori_loop(jnp.uint32(0), jnp.uint32(rows // block), some, nothing)
 
 
-def _choose(
+def _draw(
     logits: jax.Array,
     params: RowParams,
     counts: jax.Array,
     slots: jax.Array,
+    u: jax.Array,
     part: Callable[[jax.Array], jax.Array] = lambda a: a,
-) -> tuple[jax.Array, jax.Array]:
-    """Tokens [R] i32 and the largest logits [R] f32, with everything that rows can ask for.
+) -> _Drawn:
+    """Draws blocks, with everything that rows can ask for.
 
     `part` takes the rows in question out of an array, late, so that what only a branch reads is copied there.
     """
@@ -158,28 +163,24 @@ def _choose(
     best = jnp.max(x, axis=1)
     # One array of weights (the barrier): recomputed ones could differ by a bit from the threshold.
     weights = lax.optimization_barrier(_weights(x, best, mine))
-    greedy = _greedy(mine)
+    active = _filtered(mine)
     filters = Filters(
-        jnp.where(greedy, 0, mine.top_k),
-        jnp.where(greedy, 1.0, mine.top_p),
-        jnp.where(greedy, 1.0, mine.min_p),
+        jnp.where(active, mine.top_k, 0),
+        jnp.where(active, mine.top_p, 1.0),
+        jnp.where(active, mine.min_p, 0.0),
     )
     least = threshold(weights, filters)[:, None]
     kept = split(jnp.where(weights >= least, weights, 0.0), 0.0)
-    return draw(jnp.sum(kept, axis=2), lambda block: take(kept, block), _uniforms(mine)), best
+    block = pick(jnp.sum(kept, axis=2), part(u))
+    return block, take(kept, block), best
 
 
-def _choose_plainly(logits: jax.Array, params: RowParams) -> tuple[jax.Array, jax.Array]:
-    """`_choose` where no row edits or filters: two passes over the logits, no array of weights."""
+def _draw_plainly(logits: jax.Array, params: RowParams, u: jax.Array) -> _Drawn:
+    """`_draw` where no row edits or filters: two passes over the logits, no array of weights."""
     best = jnp.max(logits, axis=1)
     blocks = split(logits, -jnp.inf)
-    sums = jnp.sum(_weights(blocks, best, params), axis=2)
-    return draw(sums, lambda block: _weights(take(blocks, block), best, params), _uniforms(params)), best
-
-
-def _uniforms(params: RowParams) -> jax.Array:
-    """`uniforms`, but 0 for a greedy row: with its weights, that is the first of the best tokens."""
-    return jnp.where(_greedy(params)[:, None], 0.0, uniforms(params.seed, params.position))
+    block = pick(jnp.sum(_weights(blocks, best, params), axis=2), u)
+    return block, _weights(take(blocks, block), best, params), best
 
 
 def _weights(x: jax.Array, best: jax.Array, params: RowParams) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jinfer.sampling.blocks import top
+from jinfer.sampling.blocks import at, top
 
 
 def logprobs(
@@ -17,13 +17,11 @@ def logprobs(
     logits [R, V] f32, tokens [R] i32 -> [R] f32, ids [R, C] i32, values [R, C] f32. A token of logit -inf has
     -inf: whoever writes JSON must replace it.
     """
-    normaliser = jax.nn.logsumexp(logits, axis=1)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0] - normaliser
-    if max_logprobs == 0:
-        empty = jnp.zeros((logits.shape[0], 0), jnp.float32)
-        return chosen, empty.astype(jnp.int32), empty
-    values, ids = top(logits, max_logprobs)
-    return chosen, ids, values - normaliser[:, None]
+    values, ids = top(logits, max(max_logprobs, 1))
+    best = jnp.max(logits, axis=1, keepdims=True)
+    normaliser = best + jnp.log(jnp.sum(jnp.exp(logits - best), axis=1, keepdims=True))
+    chosen = at(logits, tokens[:, None]) - normaliser
+    return chosen[:, 0], ids[:, :max_logprobs], values[:, :max_logprobs] - normaliser
 
 
 def prompt_logprobs(

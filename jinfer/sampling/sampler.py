@@ -5,6 +5,7 @@ Order: raw logits (these give the logprobs) -> bias -> penalties -> end tokens m
 temperature -> top_k -> top_p -> min_p -> draw. Everything is float32 and no row depends on another.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,15 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jinfer.sampling.blocks import argmax, split, take
-from jinfer.sampling.draw import draw, uniforms
+from jinfer.sampling.blocks import WIDTH, argmax, split, take
+from jinfer.sampling.draw import pick, uniforms
 from jinfer.sampling.filters import Filters, threshold
 from jinfer.sampling.logprobs import logprobs
 from jinfer.sampling.penalties import penalise
 
 LARGEST = float(jnp.finfo(jnp.float32).max)
-BLOCK_ROWS = 8  # rows at a time on CPU: 1.5 MiB of logits at a vocabulary of 49,152
-COLDEST = 1e-20  # below it 1 / temperature would overflow; such a row is greedy in all but name
+BLOCK_ROWS = 4  # rows at a time on CPU
+COLDEST = float(jnp.finfo(jnp.float32).tiny)  # its inverse is still finite
 
 
 class RowParams(NamedTuple):
@@ -83,11 +84,21 @@ def sample(
     if vocab_size is not None and vocab_size < logits.shape[1]:
         inside = lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab_size
         logits = jnp.where(inside, logits, -jnp.inf)
-    tokens, best = lax.cond(
-        jnp.any(_edited(params) | _filtered(params)),
-        lambda: lax.platform_dependent(logits, params, counts, slots, cpu=_choose_in_blocks, default=_choose),
-        lambda: _choose_plainly(logits, params),
-    )
+    edited = _edited(params)
+
+    def drawn() -> tuple[jax.Array, jax.Array]:
+        # A greedy row draws too, at u = 0 the first of its best tokens: only those have a weight.
+        u = jnp.where(_greedy(params)[:, None], 0.0, uniforms(params.seed, params.position))
+        block, weights, best = lax.cond(
+            jnp.any(edited | _filtered(params)),
+            lambda: lax.platform_dependent(
+                logits, params, counts, slots, u[:, 0], cpu=_draw_in_blocks, default=_draw
+            ),
+            lambda: _draw_plainly(logits, params, u[:, 0]),
+        )
+        return block * WIDTH + pick(weights, u[:, 1]), best
+
+    tokens, best = lax.cond(jnp.all(_greedy(params) & ~edited), lambda: argmax(logits), drawn)
     return Sampled(tokens, *_report(logits, tokens, params.logprobs, max_logprobs), jnp.isfinite(best))
 
 
@@ -100,106 +111,98 @@ def _filtered(params: RowParams) -> jax.Array:
     return ~_greedy(params) & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
 
 
-def _penalised(params: RowParams) -> jax.Array:
-    return (params.presence != 0) | (params.frequency != 0) | (params.repetition != 1)
-
-
-def _masked(params: RowParams) -> jax.Array:
-    """[R, E] bool: end ids that may not be sampled yet."""
-    return (params.position < params.min_position)[:, None] & (params.stop_ids >= 0)
-
-
 def _edited(params: RowParams) -> jax.Array:
     """[R] bool: do the row's logits change before the temperature?"""
-    return _penalised(params) | jnp.any(_masked(params), axis=1) | jnp.any(params.bias_ids >= 0, axis=1)
+    masked = (params.position < params.min_position) & jnp.any(params.stop_ids[:, :1] >= 0, axis=1)
+    penalised = (params.presence != 0) | (params.frequency != 0) | (params.repetition != 1)
+    return masked | penalised | jnp.any(params.bias_ids[:, :1] >= 0, axis=1)
 
 
-def _choose_in_blocks(
-    logits: jax.Array, params: RowParams, counts: jax.Array, slots: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """`_choose`, a few rows at a time.
+_Drawn = tuple[jax.Array, jax.Array, jax.Array]
+"""A drawn block [R] i32 of the vocabulary, the weights in it [R, WIDTH] f32 and the largest logit [R] f32."""
 
-    On CPU the [R, V] arrays in between then stay in cache (at 64 rows, fresh memory for them took longer
-    than the arithmetic), and a block of rows pays only for what its own rows ask.
+
+def _draw_in_blocks(
+    logits: jax.Array, params: RowParams, counts: jax.Array, slots: jax.Array, u: jax.Array
+) -> _Drawn:
+    """`_draw`, a few rows at a time.
+
+    On CPU the arrays [R, V] in between then stay in cache (at 64 rows, fresh memory for them took longer than
+    the arithmetic), and a block of rows pays only for what its own rows ask.
     """
-    rows = logits.shape[0]
+    rows = len(slots)
     block = max(n for n in range(1, BLOCK_ROWS + 1) if rows % n == 0)
-    if block == rows:
-        return _choose(logits, params, counts, slots)
-    blocks = jax.tree.map(lambda a: a.reshape(-1, block, *a.shape[1:]), (logits, params, slots))
-    tokens, best = lax.map(lambda args: _choose(args[0], args[1], counts, args[2]), blocks)
-    return tokens.reshape(rows), best.reshape(rows)
+
+    def some(i: jax.Array, done: _Drawn) -> _Drawn:
+        part = functools.partial(lax.dynamic_slice_in_dim, start_index=i * block, slice_size=block)
+        drawn = _draw(logits, params, counts, slots, u, part)
+        return jax.tree.map(lambda a, x: lax.dynamic_update_slice_in_dim(a, x, i * block, 0), done, drawn)
+
+    nothing = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, WIDTH), jnp.float32), jnp.zeros(rows, jnp.float32)
+    return lax.fori_loop(jnp.uint32(0), jnp.uint32(rows // block), some, nothing)
 
 
-def _choose(
-    logits: jax.Array, params: RowParams, counts: jax.Array, slots: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Tokens [R] i32 and the largest logits [R] f32, with everything that rows can ask for."""
-    logits = lax.cond(jnp.any(_edited(params)), _edit, lambda x, *_: x, logits, params, counts, slots)
-    best_token, best = argmax(logits)
-    greedy = _greedy(params)
-    filters = Filters(
-        jnp.where(greedy, 0, params.top_k),
-        jnp.where(greedy, 1.0, params.top_p),
-        jnp.where(greedy, 0.0, params.min_p),
+def _draw(
+    logits: jax.Array,
+    params: RowParams,
+    counts: jax.Array,
+    slots: jax.Array,
+    u: jax.Array,
+    part: Callable[[jax.Array], jax.Array] = lambda a: a,
+) -> _Drawn:
+    """Draws blocks, with everything that rows can ask for.
+
+    `part` takes the rows in question out of an array, late, so that what only a branch reads is copied there.
+    """
+    mine = jax.tree.map(part, params)
+    x = lax.cond(
+        jnp.any(_edited(mine)),
+        lambda: _edit(part(logits), jax.tree.map(part, params), counts, part(slots)),
+        lambda: part(logits),
     )
-
-    def drawn() -> jax.Array:
-        # One array of weights (the barrier): recomputed ones could differ by a bit from the threshold.
-        weights = lax.optimization_barrier(_weights(logits, best, params.temperature))
-        least = threshold(weights, filters)[:, None]
-        kept = split(jnp.where(weights >= least, weights, 0.0), 0.0)
-        return draw(jnp.sum(kept, axis=2), lambda block: take(kept, block), _uniforms(params))
-
-    return _select(greedy, best_token, drawn, logits.shape[1]), best
-
-
-def _choose_plainly(logits: jax.Array, params: RowParams) -> tuple[jax.Array, jax.Array]:
-    """`_choose` where no row edits or filters: at most two passes over the logits, no array of weights."""
-    best_token, best = argmax(logits)
-
-    def drawn() -> jax.Array:
-        blocks = split(logits, -jnp.inf)
-        sums = jnp.sum(_weights(blocks, best, params.temperature), axis=2)
-
-        def block_of(block: jax.Array) -> jax.Array:
-            return _weights(take(blocks, block), best, params.temperature)
-
-        return draw(sums, block_of, _uniforms(params))
-
-    return _select(_greedy(params), best_token, drawn, logits.shape[1]), best
+    best = jnp.max(x, axis=1)
+    # One array of weights (the barrier): recomputed ones could differ by a bit from the threshold.
+    weights = lax.optimization_barrier(_weights(x, best, mine))
+    active = _filtered(mine)
+    filters = Filters(
+        jnp.where(active, mine.top_k, 0),
+        jnp.where(active, mine.top_p, 1.0),
+        jnp.where(active, mine.min_p, 0.0),
+    )
+    least = threshold(weights, filters)[:, None]
+    kept = split(jnp.where(weights >= least, weights, 0.0), 0.0)
+    block = pick(jnp.sum(kept, axis=2), part(u))
+    return block, take(kept, block), best
 
 
-def _select(greedy: jax.Array, best: jax.Array, drawn: Callable[[], jax.Array], vocab: int) -> jax.Array:
-    # Padding of the last block can be drawn only from a broken row.
-    random = lax.cond(jnp.all(greedy), lambda: best, drawn)
-    return jnp.where(greedy, best, jnp.minimum(random, vocab - 1))
+def _draw_plainly(logits: jax.Array, params: RowParams, u: jax.Array) -> _Drawn:
+    """`_draw` where no row edits or filters: two passes over the logits, no array of weights."""
+    best = jnp.max(logits, axis=1)
+    blocks = split(logits, -jnp.inf)
+    block = pick(jnp.sum(_weights(blocks, best, params), axis=2), u)
+    return block, _weights(take(blocks, block), best, params), best
 
 
-def _uniforms(params: RowParams) -> jax.Array:
-    return uniforms(params.seed, params.position)
+def _weights(x: jax.Array, best: jax.Array, params: RowParams) -> jax.Array:
+    """exp((x - best) / temperature) for x [R, ...]: 1 for the best token of a finite row.
 
-
-def _weights(x: jax.Array, best: jax.Array, temperature: jax.Array) -> jax.Array:
-    """exp((x - best) / temperature) for x [R, ...]: 1 for the best token of a finite row, and nowhere NaN."""
+    A greedy row is so cold that only logits equal to the best have a weight.
+    """
     shape = (-1,) + (1,) * (x.ndim - 1)
-    inverse = 1.0 / jnp.maximum(temperature, COLDEST)
+    inverse = 1.0 / jnp.where(_greedy(params), COLDEST, jnp.maximum(params.temperature, COLDEST))
     return jnp.exp((x - jnp.clip(best, -LARGEST, LARGEST).reshape(shape)) * inverse.reshape(shape))
 
 
 def _edit(x: jax.Array, params: RowParams, counts: jax.Array, slots: jax.Array) -> jax.Array:
-    """Bias, penalties and the end-token mask: [R, V] -> [R, V]."""
-    rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-    vocab = x.shape[1]  # as an index: out of range, dropped
-    biased = jnp.where(params.bias_ids < 0, vocab, params.bias_ids)
-    x = x.at[rows, biased].add(params.bias_values, mode="drop")
-    x = lax.cond(
-        jnp.any(_penalised(params)),
-        lambda x: penalise(x, counts[slots], params.presence, params.frequency, params.repetition),
-        lambda x: x,
-        x,
-    )
-    return x.at[rows, jnp.where(_masked(params), params.stop_ids, vocab)].set(-jnp.inf, mode="drop")
+    """Bias, end-token mask and penalties: logits [R, V] -> [R, V]."""
+    rows = lax.broadcasted_iota(jnp.int32, params.bias_ids.shape, 0)
+    x = x.at[rows, params.bias_ids].add(params.bias_values, mode="drop", wrap_negative_indices=False)
+    seen = counts.at[slots].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    x = penalise(x, seen, params.presence, params.frequency, params.repetition)
+    early = (params.position < params.min_position)[:, None]
+    rows = lax.broadcasted_iota(jnp.int32, params.stop_ids.shape, 0)
+    masked = jnp.where(early, params.stop_ids, -1)
+    return x.at[rows, masked].set(-jnp.inf, mode="drop", wrap_negative_indices=False)
 
 
 def _report(

@@ -3,8 +3,8 @@
 XLA:CPU reduces a float maximum at memory speed but runs `argmax` (a reduction over pairs) sixty times slower,
 and `lax.top_k` slows down with the row length on every backend. Both need only the maxima of blocks first.
 
-The sampler is part of every program, so all of it is written for a short compile time on XLA:CPU: what a
-library does there (float32 reductions and products, `lax.top_k`) is free, every other step costs milliseconds.
+The sampler is part of every program, so all of it is written for a short compile time on XLA:CPU: what is
+done by a library there (float32 reductions and products, `lax.top_k`) is free, other steps cost milliseconds.
 """
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 WIDTH = 64  # tokens a block: near sqrt(V), so that the blocks' maxima and the k best blocks are both short
-SHORT = 512  # tokens of a vocabulary for which `lax.top_k` is fast enough as it is
+SHORT = 512  # tokens of a vocabulary that takes longer to compile for than to rank by `lax.top_k`
 
 
 def split(x: jax.Array, fill: float) -> jax.Array:
@@ -60,7 +60,8 @@ def argmax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def top(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The k best of each row, best first, equal values by index: [R, V] -> values [R, k], ids [R, k] i32."""
     if x.shape[1] <= SHORT:
-        return tuple(lax.top_k(x, k))
+        values, ids = lax.top_k(x, k)
+        return values, ids
     blocks, chosen = _best_blocks(x, k)
     chosen = jnp.sort(chosen, axis=1)  # candidates in the order of their ids, so that ties go to the lower id
     values, place = lax.top_k(at(blocks, chosen[:, :, None]).reshape(x.shape[0], -1), k)
@@ -76,6 +77,6 @@ def top_values(x: jax.Array, k: int) -> jax.Array:
 
 
 def _best_blocks(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The blocks [R, N, WIDTH] and the indices of the k with the best maxima: the k best elements are in those."""
+    """All blocks [R, N, WIDTH], and which k [R, k] have the best maxima: the k best elements are in those."""
     blocks = split(x, -jnp.inf)
     return blocks, lax.top_k(jnp.max(blocks, axis=2), min(k, blocks.shape[1]))[1]

@@ -2,7 +2,8 @@
 
 All three keep the tokens whose weight (probability over the best one's) is at least some value. The value
 is read off the best CANDIDATES tokens; only rows that need more of the vocabulary search it by bisection
-over the bits of the weight, which for non-negative floats are ordered like the floats.
+over the bits of the weight, which for non-negative floats are ordered like the floats. A SHORT vocabulary
+consists of candidates only.
 """
 
 import functools
@@ -50,6 +51,7 @@ def _search(weights: jax.Array, k: jax.Array, p: jax.Array) -> jax.Array:
     ranked = top_values(weights, vocab if vocab <= SHORT else CANDIDATES)
     by_rank = (k > 0) & (k < vocab)
 
+    # Counting and adding up are one code, compiled once.
     def turn(i: jax.Array, edge: jax.Array) -> jax.Array:
         # Turn 0 counts tokens, turn 1 adds up the weights of those that it left.
         unit = jnp.where(i == 0, 1.0, 0.0)

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jinfer.sampling.blocks import WIDTH, argmax, split, take
+from jinfer.sampling.blocks import SHORT, WIDTH, argmax, split, take
 from jinfer.sampling.draw import pick, uniforms
 from jinfer.sampling.filters import Filters, threshold
 from jinfer.sampling.logprobs import logprobs
 from jinfer.sampling.penalties import penalise
 
 LARGEST = float(jnp.finfo(jnp.float32).max)
-BLOCK_ROWS = 4  # rows at a time on CPU
+BLOCK_ROWS = 4  # rows at a time on CPU: 0.75 MiB of logits at a vocabulary of 49,152
 COLDEST = float(jnp.finfo(jnp.float32).tiny)  # its inverse is still finite
 
 
@@ -78,27 +78,33 @@ def sample(
     """Samples one token a row.
 
     logits [R, V] f32; counts [B + 1, V] i16 (see penalties.py), of which row slots[r] ([R] i32) belongs to
-    r: it is read only if some row is penalised; max_logprobs is C; ids from vocab_size up are padding of
+    r: it is read only if some row is edited; max_logprobs is C; ids from vocab_size up are padding of
     the head.
     """
     if vocab_size is not None and vocab_size < logits.shape[1]:
         inside = lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab_size
         logits = jnp.where(inside, logits, -jnp.inf)
     edited = _edited(params)
+    short = logits.shape[1] <= SHORT  # not worth the compile time of the faster ways
 
     def drawn() -> tuple[jax.Array, jax.Array]:
         # A greedy row draws too, at u = 0 the first of its best tokens: only those have a weight.
         u = jnp.where(_greedy(params)[:, None], 0.0, uniforms(params.seed, params.position))
-        block, weights, best = lax.cond(
-            jnp.any(edited | _filtered(params)),
-            lambda: lax.platform_dependent(
+
+        def asked() -> _Drawn:
+            return lax.platform_dependent(
                 logits, params, counts, slots, u[:, 0], cpu=_draw_in_blocks, default=_draw
-            ),
-            lambda: _draw_plainly(logits, params, u[:, 0]),
-        )
+            )
+
+        def plain() -> _Drawn:
+            return _draw_plainly(logits, params, u[:, 0])
+
+        any_asked = jnp.any(edited | _filtered(params))
+        block, weights, best = asked() if short else lax.cond(any_asked, asked, plain)
         return block * WIDTH + pick(weights, u[:, 1]), best
 
-    tokens, best = lax.cond(jnp.all(_greedy(params) & ~edited), lambda: argmax(logits), drawn)
+    greedy = jnp.all(_greedy(params) & ~edited)
+    tokens, best = drawn() if short else lax.cond(greedy, lambda: argmax(logits), drawn)
     return Sampled(tokens, *_report(logits, tokens, params.logprobs, max_logprobs), jnp.isfinite(best))
 
 
@@ -136,7 +142,7 @@ def _draw_in_blocks(
     def some(i: jax.Array, done: _Drawn) -> _Drawn:
         part = functools.partial(lax.dynamic_slice_in_dim, start_index=i * block, slice_size=block)
         drawn = _draw(logits, params, counts, slots, u, part)
-        return jax.tree.map(lambda a, x: lax.dynamic_update_slice_in_dim(a, x, i * block, 0), done, drawn)
+        return jax.tree.map(lambda to, a: lax.dynamic_update_slice_in_dim(to, a, i * block, 0), done, drawn)
 
     nothing = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, WIDTH), jnp.float32), jnp.zeros(rows, jnp.float32)
     return lax.fori_loop(jnp.uint32(0), jnp.uint32(rows // block), some, nothing)

@@ -24,7 +24,7 @@ def kept(weights: np.ndarray, k: int, p: float, m: float) -> np.ndarray:
     return np.sort(order[inside])
 
 
-@pytest.mark.parametrize("vocab", [40, CANDIDATES, 640])
+@pytest.mark.parametrize("vocab", [40, 65, 300, 640])
 @pytest.mark.parametrize("sharpness", [0.01, 1.0, 5.0])
 def test_thresholds_keep_what_sorting_keeps(vocab: int, sharpness: float):
     rng = np.random.default_rng(vocab)
@@ -59,7 +59,7 @@ def test_a_row_s_threshold_does_not_depend_on_who_needs_the_search():
 
 
 def test_equal_tokens_beyond_the_candidates_count_in_the_mass_of_top_k():
-    weights = np.full((1, 300), 0.01, np.float32)
+    weights = np.full((1, 600), 0.01, np.float32)
     weights[0, 100:200], weights[0, [7, 8, 250]] = 0.5, 1.0
     # top_k 10 keeps 3 + 100 tokens of mass 53; 0.08 of it is above the 3 best, 0.05 is not
     for p, size in ((0.08, 103), (0.05, 3)):

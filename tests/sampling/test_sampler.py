@@ -68,8 +68,8 @@ def requests(draw: st.DrawFn, vocab: int) -> Row:
     )
 
 
-@pytest.mark.parametrize(("vocab", "padded"), [(50, 50), (128, 128), (300, 310)])
-@settings(max_examples=60, deadline=None, derandomize=True)
+@pytest.mark.parametrize(("vocab", "padded"), [(50, 50), (300, 310), (600, 610), (640, 640)])
+@settings(max_examples=45, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_rows_of_a_ragged_batch_equal_the_oracle_and_themselves_alone(
     vocab: int, padded: int, data: st.DataObject
@@ -121,6 +121,7 @@ def loosened(x: np.ndarray, row: Row, token: int) -> np.ndarray:
 # --- filters ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("vocab", [70, 530])
 @pytest.mark.parametrize(
     ("changes", "support"),
     [
@@ -147,19 +148,20 @@ def loosened(x: np.ndarray, row: Row, token: int) -> np.ndarray:
         ({"temperature": 1e-45}, "a"),
     ],
 )
-def test_support_of_the_filters(changes: dict, support: str):
-    tokens = tokens_of(table(0.5, 0.3, 0.15, 0.05), Row(temperature=1.0).but(**changes))
+def test_support_of_the_filters(changes: dict, support: str, vocab: int):
+    tokens = tokens_of(table(0.5, 0.3, 0.15, 0.05, vocab=vocab), Row(temperature=1.0).but(**changes))
     assert {"abcd"[t - 61] for t in tokens} == set(support)
 
 
-def test_draws_follow_the_distribution():
-    """Chi-square of 4,096 draws over 300 tokens in several blocks, without and with a filter (fixed
+@pytest.mark.parametrize("vocab", [300, 600])
+def test_draws_follow_the_distribution(vocab: int):
+    """Chi-square of 4,096 draws over the tokens in several blocks, without and with a filter (fixed
     seeds)."""
-    logits = np.random.default_rng(5).normal(size=300)
+    logits = np.random.default_rng(5).normal(size=vocab)
     for row in (Row(temperature=0.7), Row(temperature=0.7, top_p=0.8), Row(temperature=0.7, top_k=100)):
         p = weights(logits, row)
         p /= p.sum()
-        seen = np.bincount(tokens_of(logits, row, seeds=4096), minlength=300)
+        seen = np.bincount(tokens_of(logits, row, seeds=4096), minlength=vocab)
         assert seen[p == 0].sum() == 0
         p, seen = p[p > 0], seen[p > 0]
         chi = ((seen - 4096 * p) ** 2 / (4096 * p)).sum()
@@ -168,10 +170,10 @@ def test_draws_follow_the_distribution():
 
 
 def test_equal_values_at_the_edge_of_top_k_stay_together():
-    logits = np.zeros(300)
-    logits[::3] = 1.0  # 100 equal best ones, more than the candidates
+    logits = np.zeros(600)
+    logits[::6] = 1.0  # 100 equal best ones, more than the candidates
     tokens = tokens_of(logits, Row(temperature=1.0, top_k=7), seeds=512)
-    assert set(tokens) <= set(range(0, 300, 3))
+    assert set(tokens) <= set(range(0, 600, 6))
     assert len(set(tokens)) > 90
 
 
@@ -233,7 +235,7 @@ def test_end_tokens_wait_for_min_tokens():
 
 def test_a_seed_gives_the_same_token_in_any_row_beside_any_neighbour():
     rng = np.random.default_rng(1)
-    mine, row = rng.normal(size=300), Row(temperature=1.0, top_p=0.9, seed=42, position=17)
+    mine, row = rng.normal(size=600), Row(temperature=1.0, top_p=0.9, seed=42, position=17)
     others = [
         Row(),
         Row(temperature=1.0, seed=42, position=18),
@@ -244,11 +246,11 @@ def test_a_seed_gives_the_same_token_in_any_row_beside_any_neighbour():
     alone = run(mine[None], [row]).tokens[0]
     for at in range(ROWS):
         rows = [*others[:at], row, *others[at:]]
-        logits = rng.normal(size=(ROWS, 300))
+        logits = rng.normal(size=(ROWS, 600))
         logits[at] = mine
         assert run(logits, rows).tokens[at] == alone
     many = [*others, *others, *others, *others, row, *others[:3]]  # 24: more rows than a block of rows on CPU
-    logits = rng.normal(size=(24, 300))
+    logits = rng.normal(size=(24, 600))
     logits[20] = mine
     assert run(logits, many).tokens[20] == alone
     walk = [int(run(mine[None], [row.but(position=i)]).tokens[0]) for i in range(24)]
@@ -269,10 +271,11 @@ def test_the_stream_ignores_jax_configuration():
 # --- broken rows --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
-def test_a_broken_row_stays_within_the_vocabulary_and_alone(broken: float):
+@pytest.mark.parametrize("vocab", [130, 530])
+@pytest.mark.parametrize("broken", [np.nan, -np.nan, np.inf, -np.inf])
+def test_a_broken_row_stays_within_the_vocabulary_and_alone(broken: float, vocab: int):
     rng = np.random.default_rng(3)
-    logits = rng.normal(size=(ROWS, 130)).astype(np.float32)
+    logits = rng.normal(size=(ROWS, vocab)).astype(np.float32)
     rows = [
         Row(),
         Row(temperature=1.0),
@@ -288,25 +291,28 @@ def test_a_broken_row_stays_within_the_vocabulary_and_alone(broken: float):
         if broken == -np.inf:
             bad[at] = broken
         got = run(bad, rows)
-        assert 0 <= got.tokens[at] < 130
+        assert 0 <= got.tokens[at] < vocab
         rest = np.arange(ROWS) != at
         np.testing.assert_array_equal(got.tokens[rest], before.tokens[rest])
         np.testing.assert_array_equal(got.finite, rest)
 
 
-def test_minus_infinity_is_never_drawn():
-    logits = np.full(200, -np.inf)
+@pytest.mark.parametrize("vocab", [200, 600])
+def test_minus_infinity_is_never_drawn(vocab: int):
+    logits = np.full(vocab, -np.inf)
     logits[[3, 150]] = 0.0
     for row in (Row(temperature=100.0), Row(temperature=100.0, top_p=0.99), Row(temperature=1.0, top_k=100)):
         assert set(tokens_of(logits, row)) == {3, 150}
 
 
-def test_greedy_ties_go_to_the_lowest_id():
-    logits = np.zeros((4, 200))
+@pytest.mark.parametrize("vocab", [200, 600])
+@pytest.mark.parametrize("changes", [{}, {"bias": {1: 0.5}}])  # in a batch of their own, and beside others
+def test_greedy_ties_go_to_the_lowest_id(vocab: int, changes: dict):
+    logits = np.zeros((4, vocab))
     for i, ids in enumerate([(199, 64), (65, 64), (0, 199), (63, 64)]):
         logits[i, list(ids)] = 2.0
     for row in (Row(), Row(temperature=1.0, top_k=1)):
-        assert run(logits, [row] * 4).tokens.tolist() == [64, 64, 0, 63]
+        assert run(logits, [row.but(**changes)] * 4).tokens.tolist() == [64, 64, 0, 63]
 
 
 # --- the program --------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Eight virtual CPU devices and one compilation cache for the whole suite."""
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -10,7 +12,17 @@ from tests.engines import Engines
 jax.config.update("jax_num_cpu_devices", 8)  # before any backend starts
 
 
-@pytest.fixture(scope="session")
-def engines(request: pytest.FixtureRequest) -> Engines:
-    """Builds engines on tiny models, one per configuration for the whole session."""
-    return Engines(Path(request.config.rootpath) / ".cache" / "xla")
+@pytest.fixture(scope="module")
+def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
+    """Builds engines on tiny models, one a configuration; their compiled programs outlive them in the cache."""
+    cache = Engines(Path(request.config.rootpath) / ".cache" / "xla")
+    yield cache
+    cache.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _drop_programs() -> Iterator[None]:
+    """XLA:CPU maps every kernel of a program on its own, and a process may have 65,530 mappings."""
+    yield
+    jax.clear_caches()
+    gc.collect()

@@ -31,6 +31,11 @@ class Engines:
         assert not engine.has_work, "an earlier test left requests behind"
         return engine
 
+    def close(self) -> None:
+        for engine in self._built.values():
+            engine.close()
+        self._built.clear()
+
 
 def golden(name: str) -> dict[str, Any]:
     return json.loads((DATA / "golden" / f"{name}.json").read_text())

@@ -36,7 +36,7 @@ def test_cancel_after_some_steps(engines, request_, steps):
 def test_cancel_while_queued_and_a_full_pool_afterwards(engines):
     engine = engines.get("table_open", max_rows=3)
     ids = [engine.submit("r", ENDLESS) for _ in range(9)]
-    earlier = engine.step()
+    earlier = engine.step() + engine.step()
     assert engine.metrics.requests_waiting == 6
     for queued in ids[3:]:
         assert engine.cancel(queued)

@@ -3,13 +3,16 @@
 A module is built from `Parameter`s, which sit where the arrays will be until the loader replaces them.
 """
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from jinfer.models.parameter import Parameter, Precision, kernel_parameters
+from jinfer.models.parameter import Index, Parameter, Precision, Reader
+from jinfer.quant.int8 import quantise_tokens, quantised_rows
 
 
 class Linear(nnx.Module):
@@ -86,8 +89,21 @@ class RMSNorm(nnx.Module):
         return (wide * inverse * self.weight[...].astype(jnp.float32)).astype(x.dtype)
 
 
-def quantise_tokens(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Symmetric int8 per token: x [T, I] -> (int8 [T, I], scale [T] float32 with x = q * scale)."""
-    wide = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=1), 1e-30) / 127.0
-    return jnp.round(wide * (1.0 / scale)[:, None]).astype(jnp.int8), scale
+def kernel_parameters(weight: Parameter, precision: Precision, inputs: int) -> tuple[Parameter, Parameter | None]:
+    """The kernel a matrix multiplication uses, and the scale of its output channels where it is quantised."""
+    if precision.weight_dtype == np.int8:
+        return quantised_rows(weight, inputs)
+    kernel = dataclasses.replace(weight, dtype=precision.weight_dtype)
+    if not precision.inputs_first:
+        return kernel, None
+    outputs = len(weight.shape) - inputs
+
+    def turn(values: tuple, cut: int) -> tuple:
+        return (*values[cut:], *values[:cut])
+
+    def read(reader: Reader, index: Index) -> np.ndarray:
+        part = weight.read(reader, turn(index, inputs))
+        return part.transpose(turn(tuple(range(part.ndim)), outputs))
+
+    return dataclasses.replace(
+        kernel, shape=turn(weight.shape, outputs), axes=turn(weight.axes, outputs), read=read), None

@@ -64,49 +64,6 @@ class Precision:
         return dataclasses.replace(self, inputs_first=False)
 
 
-def kernel_parameters(weight: Parameter, precision: Precision, inputs: int) -> tuple[Parameter, Parameter | None]:
-    """The kernel a matrix multiplication uses, and the scale of its output channels where it is quantised."""
-    if precision.weight_dtype == np.int8:
-        return quantised_rows(weight, inputs)
-    kernel = dataclasses.replace(weight, dtype=precision.weight_dtype)
-    if not precision.inputs_first:
-        return kernel, None
-    outputs = len(weight.shape) - inputs
-
-    def turn(values: tuple, cut: int) -> tuple:
-        return (*values[cut:], *values[:cut])
-
-    def read(reader: Reader, index: Index) -> np.ndarray:
-        part = weight.read(reader, turn(index, inputs))
-        return part.transpose(turn(tuple(range(part.ndim)), outputs))
-
-    return dataclasses.replace(
-        kernel, shape=turn(weight.shape, outputs), axes=turn(weight.axes, outputs), read=read), None
-
-
-def quantised_rows(weight: Parameter, inputs: int) -> tuple[Parameter, Parameter]:
-    """Symmetric int8 with one float32 scale per output channel: (values, scale of the output axes)."""
-    outputs = len(weight.shape) - inputs
-    whole = tuple(slice(0, n) for n in weight.shape[outputs:])  # a channel's scale looks at all its inputs
-    inner = tuple(range(outputs, len(weight.shape)))
-
-    def scale_of(rows: np.ndarray) -> np.ndarray:
-        return np.maximum(np.abs(rows).max(axis=inner), np.float32(1e-30)) / np.float32(127.0)
-
-    def read_scale(reader: Reader, index: Index) -> np.ndarray:
-        return scale_of(weight.read(reader, (*index, *whole)).astype(np.float32))
-
-    def read_values(reader: Reader, index: Index) -> np.ndarray:
-        rows = weight.read(reader, (*index[:outputs], *whole)).astype(np.float32)
-        scale = scale_of(rows).reshape(*rows.shape[:outputs], *(1,) * inputs)
-        values = np.rint(rows / scale).astype(np.int8)
-        return values[(*(slice(None),) * outputs, *index[outputs:])]
-
-    values = dataclasses.replace(weight, read=read_values, dtype=np.dtype(np.int8))
-    scale = dataclasses.replace(weight, shape=weight.shape[:outputs], axes=weight.axes[:outputs], read=read_scale)
-    return values, scale
-
-
 def plain(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Parameter:
     """A parameter that is one checkpoint tensor as it stands."""
     return Parameter(shape, axes, {name: shape}, lambda reader, index: reader.read(name, index))

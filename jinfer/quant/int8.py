@@ -1,0 +1,44 @@
+"""int8 weights and activations (W8A8): symmetric, a scale per output channel and one per token.
+
+LLM.int8 (arXiv 2208.07339) without its outlier path: x . w = (x_q . w_q) * scale_x * scale_w, the product in int32.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jinfer.models.parameter import Index, Parameter, Reader
+
+SMALLEST = 1e-30  # keeps the scale of an all-zero row from being zero
+
+
+def quantised_rows(weight: Parameter, inputs: int) -> tuple[Parameter, Parameter]:
+    """Symmetric int8 with one float32 scale per output channel: (values, scale of the output axes)."""
+    outputs = len(weight.shape) - inputs
+    whole = tuple(slice(0, n) for n in weight.shape[outputs:])  # a channel's scale looks at all its inputs
+    inner = tuple(range(outputs, len(weight.shape)))
+
+    def scale_of(rows: np.ndarray) -> np.ndarray:
+        return np.maximum(np.abs(rows).max(axis=inner), np.float32(SMALLEST)) / np.float32(127.0)
+
+    def read_scale(reader: Reader, index: Index) -> np.ndarray:
+        return scale_of(weight.read(reader, (*index, *whole)).astype(np.float32))
+
+    def read_values(reader: Reader, index: Index) -> np.ndarray:
+        rows = weight.read(reader, (*index[:outputs], *whole)).astype(np.float32)
+        scale = scale_of(rows).reshape(*rows.shape[:outputs], *(1,) * inputs)
+        values = np.rint(rows / scale).astype(np.int8)
+        return values[(*(slice(None),) * outputs, *index[outputs:])]
+
+    values = dataclasses.replace(weight, read=read_values, dtype=np.dtype(np.int8))
+    scale = dataclasses.replace(weight, shape=weight.shape[:outputs], axes=weight.axes[:outputs], read=read_scale)
+    return values, scale
+
+
+def quantise_tokens(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Symmetric int8 per token: x [T, I] -> (int8 [T, I], scale [T] float32 with x = q * scale)."""
+    wide = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=1), SMALLEST) / 127.0
+    return jnp.round(wide * (1.0 / scale)[:, None]).astype(jnp.int8), scale

@@ -26,10 +26,10 @@ def chat(model: Model = "smollm2-135m", system: System = None, config: Config = 
 
     /reset starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer.
     """
-    from jinfer.cli.session import open_llm, stderr_console
+    from jinfer.cli.session import LAZY, open_llm, stderr_console
     params = SamplingParams.from_dict({"max_tokens": 1024} | sampling)
     console = stderr_console()
-    with open_llm(model, config, ["max_rows=1", *(set_ or [])], console) as llm:
+    with open_llm(model, config, ["max_rows=1", *LAZY, *(set_ or [])], console) as llm:
         console.print(HELP, style="dim")
         converse(llm, system, params, console)
 

@@ -34,14 +34,15 @@ def generate(model: Model = "smollm2-135m", prompts: Prompts = None, chat: AsCha
 
     Example: jinfer generate -p "The capital of France is" --temperature 0 --max-tokens 16
     """
-    from jinfer.cli.session import open_llm, stderr_console
+    from jinfer.cli.session import LAZY, open_llm, stderr_console
     params = SamplingParams.from_dict(sampling)
     texts = prompts or [_from_stdin()]
     items: list[Any] = list(texts)
     if chat or system is not None:
         head = [] if system is None else [{"role": "system", "content": system}]
         items = [[*head, {"role": "user", "content": text}] for text in texts]
-    with open_llm(model, config, set_ or [], stderr_console()) as llm:
+    one = ["max_rows=1"] if len(items) == 1 and params.n == 1 else []  # a smaller pool to allocate
+    with open_llm(model, config, [*LAZY, *one, *(set_ or [])], stderr_console()) as llm:
         if len(items) == 1 and params.n == 1 and not as_json:
             _stream(llm, items[0], params)
         else:

@@ -12,6 +12,8 @@ from jinfer.config.loading import load_config
 if TYPE_CHECKING:
     from jinfer.llm import LLM
 
+LAZY = ("warmup=false",)  # commands that answer a few prompts load the programs these need, not all
+
 
 def stderr_console() -> Console:
     """Where progress goes, so that stdout holds nothing but answers."""

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jinfer.errors import CacheError
 from jinfer.weights.source import user_cache_dir
 
-CPU_SHARE = 1 / 8  # of the available memory: a laptop has other things to do
+CPU_SHARE = 1 / 16  # of the host's memory: a laptop has other things to do
 UNKNOWN_MEMORY = 16 * 2**30  # bytes, for a device that does not report its memory
 
 
@@ -53,16 +53,20 @@ def use_compilation_cache(directory: str | Path | None, mesh: Mesh) -> None:
 
 
 def device_memory(device: jax.Device, utilization: float) -> int:
-    """Bytes jinfer may use on a device: a share of an accelerator, of what is available on a CPU."""
+    """Bytes jinfer may use on a device: a share of an accelerator's memory, a smaller one of a host's."""
     if device.platform == "cpu":
-        return int(available_host_memory() * CPU_SHARE)
+        return int(host_memory() * CPU_SHARE)
     stats = device.memory_stats() or {}
     return int(stats.get("bytes_limit", UNKNOWN_MEMORY) * utilization)
 
 
-def available_host_memory() -> int:
-    """Bytes the host can give without swapping."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable:"))
-        return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+def host_memory() -> int:
+    """Bytes of memory of this host, or of its container if that has less.
+
+    Not what is free just now: the pool's size is part of every program's shape, and a pool that differed from
+    start to start would never find its programs in the compilation cache.
+    """
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # no control group, or no limit ("max")
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total

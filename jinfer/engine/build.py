@@ -121,10 +121,12 @@ def _size_pool(config: EngineConfig, model: ModelConfig, layout: Layout, catalog
     if config.kv_memory_gb is not None:
         free = int(config.kv_memory_gb * 2**30)
     else:
-        progress("measuring programs")
         device = layout.mesh.devices.flat[0]
         per_device = sum(shard_bytes(x) for x in jax.tree.leaves((weights, catalog.abstract_state())))
-        free = device_memory(device, config.memory_utilization) - per_device - catalog.workspace(pages=2)
+        free = device_memory(device, config.memory_utilization) - per_device
+        if device.platform != "cpu":  # where a share of memory is taken that leaves room for anything
+            progress("measuring programs")
+            free -= catalog.workspace(pages=2)
     return pool_pages(free, token_bytes=token, page_size=config.page_size, max_rows=config.max_rows,
                       max_context=config.max_context)
 

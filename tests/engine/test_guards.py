@@ -96,6 +96,7 @@ def test_the_pool_is_sized_from_memory(engines):
     token = 2 * 2 * 2 * 8 * 4  # layers, k and v, kv heads, head_dim, bytes
     engine = engines.get("llama_plain", kv_pages=None, kv_memory_gb=100 * 8 * token / 2**30)
     assert engine.metrics.pages_total == 99
+    assert engine._runner.catalog.workspace(pages=2) > 0  # what accelerators subtract
     full = engines.get("llama_plain", kv_pages=None, max_rows=2)
     assert full.metrics.pages_total == 2 * 128 // 8
     with pytest.raises(ConfigError, match="max_context: 128 tokens need 17 KV pages"):

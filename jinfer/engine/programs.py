@@ -17,6 +17,7 @@ from jinfer.engine.packing import Packing
 from jinfer.engine.state import Column, DeviceState, row_params
 from jinfer.models.attention import KVPages, StepContext, positions_context
 from jinfer.models.rope import cos_sin
+from jinfer.sampling.blocks import mask_padding
 from jinfer.sampling.logprobs import prompt_logprobs
 from jinfer.sampling.penalties import record_output, reset_row
 from jinfer.sampling.sampler import Sampled, sample
@@ -177,15 +178,20 @@ class Programs:
                 jax.lax.bitcast_convert_type(fields.bias_values, jnp.float32)))
 
     def _logits(self, model: Any, hidden: jax.Array) -> jax.Array:
-        """hidden [R, D] -> [R, V padded] float32, whole on every device: the sampler looks at all of a row."""
-        return jax.lax.with_sharding_constraint(model.logits(hidden), self.layout.sharding(None, None))
+        """hidden [R, D] -> [R, V padded] float32, whole on every device: the sampler looks at all of a row.
+
+        The padding is -inf: nothing may sample it, rank it or count its mass.
+        """
+        logits = jax.lax.with_sharding_constraint(model.logits(hidden), self.layout.sharding(None, None))
+        return mask_padding(logits, self.config.vocab_size)
 
     def _sample(self, model: Any, hidden: jax.Array, state: DeviceState, records: jax.Array,
                 slots: jax.Array, *, position: jax.Array, emits: jax.Array) -> tuple[jax.Array, DeviceState]:
         """Samples the token at `position` [R] of each row that emits; writes the rows back to the state."""
-        params = row_params(records, position, state.bias_ids[slots], state.bias_values[slots])
-        sampled = sample(self._logits(model, hidden), params, state.counts, slots, max_logprobs=self.max_logprobs,
-                         vocab_size=self.config.vocab_size)
+        params = row_params(records, position, state.bias_ids[slots], state.bias_values[slots], emits)
+        sampled = sample(self._logits(model, hidden), params, state.counts, slots, max_logprobs=self.max_logprobs)
+        # What a row computes without being asked (padding, a row that has ended) may be anything, NaN too.
+        sampled = sampled._replace(finite=sampled.finite | ~emits)
         token = jnp.where(emits, sampled.tokens, -1)
         stopped = jnp.any(params.stop_ids == token[:, None], axis=1)
         ended = stopped | (position + 1 >= records[:, Column.MAX_POSITION]) | ~sampled.finite

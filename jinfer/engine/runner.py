@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jinfer.engine.catalog import Key, ProgramCatalog
-from jinfer.engine.state import Column, DeviceState, record
+from jinfer.engine.state import DeviceState, record
 from jinfer.models.attention import KVPages
 from jinfer.observe.metrics import Metrics
 from jinfer.scheduler import Request, StepPlan
@@ -98,7 +98,7 @@ class Runner:
 
     def close(self) -> None:
         """Frees the device arrays."""
-        for array in jax.tree.leaves((self.kv, self.state)):
+        for array in jax.tree.leaves((self.weights, self.kv, self.state)):
             array.delete()
 
     def _call(self, key: Key, vector: np.ndarray, *arguments: Any) -> Any:
@@ -119,7 +119,7 @@ class Runner:
             if chunk.start == 0:
                 self._join(request, chunk.slot)
             fields.tokens[begin:end] = request.tokens(chunk.start, chunk.start + chunk.length)
-            if request.params.prompt_logprobs is not None:
+            if request.scores_prompt:
                 scored = True
                 following = request.tokens(chunk.start + 1, chunk.start + chunk.length + 1)
                 fields.targets[begin : begin + len(following)] = following
@@ -174,5 +174,3 @@ def zeros(abstract):
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract), out_shardings=shardings)()
 
-
-__all__ = ["Column", "Pending", "Runner", "Sampled"]

@@ -64,10 +64,10 @@ def record(request: Request, width: int) -> np.ndarray:
     row = np.zeros(width, np.int32)
     row[Column.PROMPT_LENGTH] = len(request.prompt)
     row[Column.MAX_POSITION] = request.max_position
-    row[Column.MIN_POSITION] = len(request.prompt) + params.min_tokens
+    row[Column.MIN_POSITION] = min(len(request.prompt) + params.min_tokens, request.max_position)  # fits an int32
     row[Column.TOP_K] = min(params.top_k, 2**31 - 1)
     row[Column.LOGPROBS] = -1 if params.logprobs is None else params.logprobs
-    row[Column.PROMPT_LOGPROBS] = params.prompt_logprobs is not None
+    row[Column.PROMPT_LOGPROBS] = request.scores_prompt
     row[Column.BIASED] = bool(params.logit_bias)
     row[Column.SEED : Column.SEED + 1] = np.array([request.seed], np.uint32).view(np.int32)
     row[Column.TEMPERATURE : Column.STOP_IDS] = np.array(
@@ -78,8 +78,13 @@ def record(request: Request, width: int) -> np.ndarray:
     return row
 
 
-def row_params(rows: jax.Array, position: jax.Array, bias_ids: jax.Array, bias_values: jax.Array) -> RowParams:
-    """The sampler's view of records [R, F]; position [R] of the token to sample; bias [R, X]."""
+def row_params(rows: jax.Array, position: jax.Array, bias_ids: jax.Array, bias_values: jax.Array,
+               emits: jax.Array) -> RowParams:
+    """The sampler's view of records [R, F]; position [R] of the token to sample; bias [R, X]; emits [R] bool.
+
+    A row that does not emit asks for nothing, so that padding never takes a batch off the fast paths.
+    """
+    rows = jnp.where(emits[:, None], rows, _neutral(rows.shape[1]))
 
     def real(column: Column) -> jax.Array:
         return jax.lax.bitcast_convert_type(rows[:, column], jnp.float32)
@@ -92,3 +97,12 @@ def row_params(rows: jax.Array, position: jax.Array, bias_ids: jax.Array, bias_v
         stop_ids=rows[:, Column.STOP_IDS :], min_position=rows[:, Column.MIN_POSITION],
         bias_ids=jnp.where(rows[:, Column.BIASED, None] == 1, bias_ids, -1), bias_values=bias_values,
         logprobs=rows[:, Column.LOGPROBS])
+
+
+def _neutral(width: int) -> np.ndarray:
+    """The record of a greedy request without any other wish: [F] int32."""
+    row = np.zeros(width, np.int32)
+    row[Column.LOGPROBS] = -1
+    row[[Column.TOP_P, Column.REPETITION]] = np.ones(2, np.float32).view(np.int32)
+    row[Column.STOP_IDS :] = -1
+    return row

@@ -24,6 +24,13 @@ def split(x: jax.Array, fill: float) -> jax.Array:
     return x.reshape(rows, count, WIDTH)
 
 
+def mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """-inf for the ids from vocab_size up, which pad the vocabulary to the mesh: [R, V] f32 -> [R, V]."""
+    if logits.shape[1] == vocab_size:
+        return logits
+    return jnp.where(lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab_size, logits, -jnp.inf)
+
+
 def at(x: jax.Array, index: jax.Array) -> jax.Array:
     """`take_along_axis` 1 of indices known to be inside, so that none has to be checked."""
     return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds", wrap_negative_indices=False)

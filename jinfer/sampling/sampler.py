@@ -73,17 +73,13 @@ def sample(
     slots: jax.Array,
     *,
     max_logprobs: int,
-    vocab_size: int | None = None,
 ) -> Sampled:
     """Samples one token a row.
 
     logits [R, V] f32; counts [B + 1, V] i16 (see penalties.py), of which row slots[r] ([R] i32) belongs to
-    r: it is read only if some row is edited; max_logprobs is C; ids from vocab_size up are padding of
-    the head.
+    r: it is read only if some row is edited; max_logprobs is C. Padding of the
+    vocabulary is -inf.
     """
-    if vocab_size is not None and vocab_size < logits.shape[1]:
-        inside = lax.broadcasted_iota(jnp.int32, logits.shape, 1) < vocab_size
-        logits = jnp.where(inside, logits, -jnp.inf)
     edited = _edited(params)
     short = logits.shape[1] <= SHORT  # not worth the compile time of the faster ways
 

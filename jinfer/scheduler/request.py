@@ -63,6 +63,11 @@ class Request:
         """Tokens the host knows: prompt and outputs."""
         return len(self.prompt) + len(self.outputs)
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Prompt logprobs are asked for, and this is the choice that computes them for all."""
+        return self.params.prompt_logprobs is not None and self.index == 0
+
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids of positions start..stop-1 of prompt + outputs; costs O(stop - start)."""
         split = len(self.prompt)

@@ -123,6 +123,18 @@ def test_logprobs_equal_the_golden_logits(engines):
             np.testing.assert_allclose([v for _, v in first.top], np.sort(want)[::-1][:5], atol=1e-3)
 
 
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_tensor_parallel_logprobs_equal_the_golden_logits(engines, tensor):
+    """The vocabulary, 275, is padded to the mesh: the padding has no probability and is never listed."""
+    engine = engines.get("llama_plain", layout=LayoutConfig(mesh={"tensor": tensor}), max_logprobs=275)
+    output = run(engine, [SHORT["ids"]], SamplingParams(temperature=0, max_tokens=1, logprobs=5, prompt_logprobs=275))[0]
+    entries = output.prompt_logprobs[1:]
+    np.testing.assert_allclose([e.logprob for e in entries], SHORT["prompt_logprobs"][1:], atol=1e-4)
+    for entry in [*entries, *output.completions[0].logprobs]:
+        assert all(0 <= token < 275 for token, _ in entry.top)
+    np.testing.assert_allclose([np.exp([v for _, v in e.top]).sum() for e in entries], 1.0, atol=1e-4)
+
+
 def test_scores_survive_preemption(engines):
     engine = engines.get("llama_plain", kv_pages=21)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, prompt_logprobs=0)

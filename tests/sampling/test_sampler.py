@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jinfer.sampling.blocks import mask_padding
 from jinfer.sampling.draw import uniforms
 from jinfer.sampling.penalties import new_counts, record_output, reset_row
 from jinfer.sampling.sampler import RowParams, Sampled, sample
@@ -16,7 +17,12 @@ from tests.sampling.oracle import Row, candidates, counts_of, edited, stack, wei
 
 C = 4
 ROWS = 6  # every test pads to this many, so that few programs are compiled
-compiled = jax.jit(sample, static_argnames=("max_logprobs", "vocab_size"))
+
+
+@functools.partial(jax.jit, static_argnames=("max_logprobs", "vocab_size"))
+def compiled(logits, params, counts, slots, *, max_logprobs, vocab_size=None):
+    """As Programs does it."""
+    return sample(mask_padding(logits, vocab_size or logits.shape[1]), params, counts, slots, max_logprobs=max_logprobs)
 
 
 def run(logits: np.ndarray, rows: list[Row], vocab_size: int | None = None) -> Sampled:

@@ -1,6 +1,11 @@
 """Inbox: sends the deltas of one engine to whoever waits for them, all on one thread."""
 
+import contextlib
+import signal
+import threading
 from collections import deque
+from collections.abc import Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Self
 
 from jinfer.config.sampling import SamplingParams
@@ -17,12 +22,15 @@ type Box = deque[Delta]
 class Inbox:
     """Streams, batch jobs and `generate` may share an engine: whoever waits turns the loop for all.
 
-    A box belongs to one waiter and may collect many requests. Not thread-safe.
+    A box belongs to one waiter and may collect many requests. Not thread-safe. Nothing comes into the middle of
+    a turn: Ctrl-C waits for its end, and so does a stream that the garbage collector drops.
     """
 
     def __init__(self, engine: "Engine"):
         self.engine = engine
         self._boxes: dict[str, Box] = {}  # requests that run and are waited for
+        self._turning = False
+        self._dropped: list[str] = []  # while the engine was in the middle of a step
 
     def submit(self, item: object, params: SamplingParams, box: Box) -> str:
         """Hands in a prompt, ids or a conversation, whose deltas go into `box`; returns the request's id.
@@ -39,18 +47,55 @@ class Inbox:
         while not box:
             if not self.engine.has_work:
                 raise JinferError("the engine went idle with requests unfinished")
-            for delta in self.engine.step():
-                other = self._boxes.get(delta.request_id)  # None: dropped, these are its last words
-                if other is not None:
-                    other.append(delta)
-                    if delta.request_finished:
-                        del self._boxes[delta.request_id]
+            self._turn()
         return box.popleft()
+
+    def _turn(self) -> None:
+        self._turning = True
+        try:
+            with interrupts_deferred():
+                for delta in self.engine.step():
+                    other = self._boxes.get(delta.request_id)  # None: dropped, these are its last words
+                    if other is not None:
+                        other.append(delta)
+                        if delta.request_finished:
+                            del self._boxes[delta.request_id]
+        finally:
+            self._turning = False
+            while self._dropped:
+                self.drop(self._dropped.pop())
 
     def drop(self, request_id: str) -> None:
         """Cancels a request that nobody waits for any more. Harmless when it has ended."""
-        if self._boxes.pop(request_id, None) is not None:
+        if self._turning:
+            self._dropped.append(request_id)
+        elif self._boxes.pop(request_id, None) is not None:
             self.engine.cancel(request_id)
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of the block, a second one at once. Other threads are never interrupted."""
+    usual = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or usual is None:
+        yield
+        return
+    waiting = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal waiting
+        if waiting:
+            signal.signal(signal.SIGINT, usual)
+            signal.raise_signal(signal.SIGINT)
+        waiting = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if waiting:
+        signal.raise_signal(signal.SIGINT)
 
 
 class DeltaStream:

@@ -50,12 +50,13 @@ class Engine:
         self._by_request: dict[Request, Choice] = {}
         self._pending: Pending | None = None
         self._deltas: list[Delta] = []  # of cancellations, handed out by the next step
-        self._ids = itertools.count()
+        self._ids = (f"req-{i}" for i in itertools.count())
+        self._failed = self._closed = False
 
     @property
     def has_work(self) -> bool:
         """Something to compute, to collect or to hand out."""
-        return bool(self._scheduler.has_work or self._pending or self._deltas)
+        return not self._closed and bool(self._scheduler.has_work or self._pending or self._deltas)
 
     def submit(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
                request_id: str | None = None, add_special: bool = True) -> str:
@@ -70,12 +71,17 @@ class Engine:
 
         Raises:
           RequestError, CapacityError: the request is refused and nothing else is disturbed.
+          JinferError: the engine is closed, or failed before.
         """
+        self._check_usable()
         start = time.perf_counter()
         params = params or SamplingParams()
-        request_id = f"req-{next(self._ids)}" if request_id is None else request_id
+        if request_id is None:
+            request_id = next(name for name in self._ids if name not in self._outputs)
         if request_id in self._outputs:
             raise RequestError("request_id", f"{request_id!r} is in use")
+        # The last words of a cancelled request of that name would be taken for the new one's.
+        self._deltas = [delta for delta in self._deltas if delta.request_id != request_id]
         ids = self._admission.tokens(prompt, add_special)
         now = time.perf_counter()
         requests = self._admission.requests(request_id, ids, params, now)
@@ -99,7 +105,10 @@ class Engine:
         return request_id
 
     def cancel(self, request_id: str) -> bool:
-        """Ends a request in whatever state it is; False if it is not there any more."""
+        """Ends a request in whatever state it is; False if it is not there any more.
+
+        The next `step` hands out its last deltas, unless its id is used again before.
+        """
         choices = self._choices.get(request_id)
         if choices is None:
             return False
@@ -115,9 +124,19 @@ class Engine:
     def step(self) -> list[Delta]:
         """One turn: plans and dispatches the next step, then collects the one before it.
 
-        Returns what that one added to each choice. A failure of the device or of a program leaves the engine
-        unusable and is raised.
+        Returns what that one added to each choice. Whatever is raised, by the device, a program or an interrupt,
+        leaves the engine unusable: part of a step is lost.
         """
+        self._check_usable()
+        try:
+            self._turn()
+        except BaseException:
+            self._failed = True
+            raise
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _turn(self) -> None:
         start = time.thread_time()  # of this thread: on CPU the device's threads compete for the same cores
         plan = self._scheduler.plan()
         dispatched = None if plan.empty else self._runner.dispatch(plan)
@@ -134,15 +153,18 @@ class Engine:
             self._process(pending, *results)
             self.metrics.host_seconds += time.thread_time() - start
         self._gauge()
-        deltas, self._deltas = self._deltas, []
-        return deltas
 
     def close(self) -> None:
-        """Cancels what is left and drops the device arrays."""
+        """Cancels what is left and frees the device arrays, the weights included. Harmless when done twice."""
         for request_id in list(self._choices):
             self.cancel(request_id)
         self._pending = None
+        self._closed = True
         self._runner.close()
+
+    def _check_usable(self) -> None:
+        if self._closed or self._failed:
+            raise JinferError("the engine is closed" if self._closed else "the engine failed earlier; build a new one")
 
     def check(self) -> None:
         """Asserts the invariants of pages and slots (tests, idle moments)."""
@@ -154,8 +176,10 @@ class Engine:
         begin = 0
         for i, chunk in enumerate(pending.plan.chunks):
             choice = self._by_request.get(chunk.request)
-            if choice is not None and scores is not None and chunk.request.params.prompt_logprobs is not None:
-                self._score(chunk.request, chunk.start, scores[begin : begin + chunk.length])
+            if choice is not None and scores is not None and chunk.request.scores_prompt and not self._score(
+                    chunk.request, chunk.start, scores[begin : begin + chunk.length]):
+                self._fail(choice)
+                choice = None
             begin += chunk.length
             if choice is not None and chunk.samples:
                 assert prefill is not None
@@ -184,9 +208,7 @@ class Engine:
         asked = request.params.logprobs
         logprobs = [] if asked is None else self._logprobs(tokens, sampled, at, asked)
         if broken:
-            self.metrics.requests_failed += 1
-            self._outputs[request.id].error = RequestError("model", "produced logits that are not finite")
-            self._end(choice, "error", "", ())
+            self._fail(choice)
             return
         kept, text, reason = choice.push(tokens, logprobs)
         self._scheduler.append(request, kept)
@@ -198,23 +220,31 @@ class Engine:
         else:
             self._deltas.append(choice.delta(text, kept, self._outputs[request.id], False))
 
+    def _fail(self, choice: Choice) -> None:
+        self.metrics.requests_failed += 1
+        self._outputs[choice.request.id].error = RequestError("model", "produced logits that are not finite")
+        self._end(choice, "error", "", ())
+
     def _logprobs(self, tokens: list[int], sampled: Sampled, at: tuple, count: int) -> list[TokenLogprob]:
         values, ids, tops = sampled.logprob[at], sampled.top_ids[at][:, :count], sampled.top_logprobs[at][:, :count]
         return [TokenLogprob(token, float(values[i]), tuple(zip(ids[i].tolist(), tops[i].tolist(), strict=True)))
                 for i, token in enumerate(tokens)]
 
-    def _score(self, request: Request, start: int, scores: np.ndarray) -> None:
-        """Prompt logprobs by position: row t of a chunk is about the token after it; recomputation repeats them."""
-        if request.index:
-            return
+    def _score(self, request: Request, start: int, scores: np.ndarray) -> bool:
+        """Prompt logprobs by position: row t of a chunk is about the token after it; recomputation repeats them.
+
+        False if one is no number.
+        """
         entries = self._outputs[request.id].prompt_logprobs
         assert entries is not None
-        count = (scores.shape[1] - 1) // 2
+        most = (scores.shape[1] - 1) // 2
         asked = request.params.prompt_logprobs or 0
-        values, tops = scores[:, 0].view(np.float32), scores[:, 1 + count :].view(np.float32)
-        for t in range(min(len(scores), len(request.prompt) - start - 1)):
+        values, tops = scores[:, 0].view(np.float32), scores[:, 1 + most :].view(np.float32)
+        count = max(0, min(len(scores), len(request.prompt) - start - 1))
+        for t in range(count):
             pairs = zip(scores[t, 1 : 1 + asked].tolist(), tops[t, :asked].tolist(), strict=True)
             entries[start + t + 1] = TokenLogprob(request.prompt[start + t + 1], float(values[t]), tuple(pairs))
+        return not np.isnan(values[:count]).any()
 
     def _end(self, choice: Choice, reason: FinishReason, text: str, tokens: Sequence[int]) -> None:
         """The one way a choice ends: slot, pages and records go, the last delta goes out."""

@@ -36,6 +36,7 @@ class Choice:
         kept: list[int] = []
         text = ""
         reason: FinishReason | None = None
+        ending = ""  # a named stop to show: behind what was held back
         position = request.length
         for token in tokens:
             kept.append(token)
@@ -46,16 +47,15 @@ class Choice:
                     completion.stop_reason = self._named_stops[token]
                 elif token in params.stop_token_ids:
                     completion.stop_reason = token
-                if self._keep_stop and self._decoder is not None and completion.stop_reason is not None:
-                    text += self._named_stops.get(token) or self._decoder.push(token)
-            elif self._decoder is not None:
-                piece = self._decoder.push(token)
-                if self._stops is not None:
-                    piece = self._stops.push(piece)
-                    if self._stops.matched is not None:
-                        reason = "stop"
-                        completion.stop_reason = self._stops.matched
-                text += piece
+                if self._keep_stop:
+                    ending = self._named_stops.get(token, "")
+                    if not ending and completion.stop_reason is not None:
+                        text += self._decode(token)
+            else:
+                text += self._decode(token)
+                if self._stops is not None and self._stops.matched is not None:
+                    reason = "stop"
+                    completion.stop_reason = self._stops.matched
             if reason is None and position >= request.max_position:
                 reason = "length"
             if reason is not None:
@@ -64,12 +64,21 @@ class Choice:
             text += self.flush()
             if self._stops is not None and self._stops.matched is not None:
                 reason = "stop"  # a match that more text could still have changed
+            else:
+                text += ending
         completion.token_ids.extend(kept)
         completion.text += text
         if completion.logprobs is not None:
             completion.logprobs.extend(logprobs[: len(kept)])
         completion.finish_reason = reason
         return kept, text, reason
+
+    def _decode(self, token: int) -> str:
+        """Text that is safe to show with this token."""
+        if self._decoder is None:
+            return ""
+        piece = self._decoder.push(token)
+        return piece if self._stops is None else self._stops.push(piece)
 
     def flush(self) -> str:
         """Text held back as a possible stop or as half a character, when no more tokens come."""

@@ -7,6 +7,7 @@ from typing import Literal
 from jinfer.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16"]
+LOGICAL_AXES = ("vocab", "kv_heads", "ffn")  # query heads go with their kv heads
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +16,7 @@ class LayoutConfig:
 
     Attributes:
       mesh: mesh axis name -> number of devices. The product is the number of devices used.
-      rules: logical axis (vocab, kv_heads, ffn, ...) -> mesh axis, or None to replicate. Axes not named
+      rules: logical axis (vocab, kv_heads, ffn) -> mesh axis, or None to replicate. Axes not named
         are replicated.
     """
 
@@ -28,6 +29,8 @@ class LayoutConfig:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ConfigError(f"layout.mesh.{axis}: must be a positive integer, got {size!r}")
         for logical, target in self.rules.items():
+            if logical not in LOGICAL_AXES:
+                raise ConfigError(f"layout.rules.{logical}: not a logical axis; known: {', '.join(LOGICAL_AXES)}")
             if target is not None and target not in self.mesh:
                 raise ConfigError(
                     f"layout.rules.{logical}: mesh axis {target!r} is not one of {', '.join(self.mesh)}")
@@ -37,7 +40,7 @@ class LayoutConfig:
 class EngineConfig:
     """Attributes:
       dtype: of weights and activations; auto is bfloat16 on TPU and GPU, float32 on CPU.
-      kv_dtype: of the KV pages; auto follows dtype.
+      kv_dtype: of the KV pages; auto follows dtype, but is bfloat16 for an int8 model.
       quantization: int8 stores weights as int8 with one scale per output channel and multiplies by int8
         activations scaled per token (W8A8); None keeps dtype.
       max_rows: B, requests decoded together.
@@ -84,6 +87,12 @@ class EngineConfig:
         for name in ("max_context", "kv_pages"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        if self.kv_pages == 1:
+            raise ConfigError("kv_pages: 1 is the null page alone; give at least 2")
+        for name in ("max_logprobs", "max_logit_bias"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"{name}: must be an integer of at least 0, got {value!r}")
         for name in ("dtype", "kv_dtype"):
             if getattr(self, name) not in ("auto", "float32", "bfloat16"):
                 raise ConfigError(f"{name}: must be auto, float32 or bfloat16, got {getattr(self, name)!r}")
@@ -91,7 +100,7 @@ class EngineConfig:
             raise ConfigError(f"quantization: must be int8 or null, got {self.quantization!r}")
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization: must be in (0, 1], got {self.memory_utilization!r}")
-        if self.kv_memory_gb is not None and not self.kv_memory_gb > 0.0:
+        if self.kv_memory_gb is not None and not 0.0 < self.kv_memory_gb < float("inf"):
             raise ConfigError(f"kv_memory_gb: must be positive, got {self.kv_memory_gb!r}")
         if self.decode_steps > self.page_size:
             raise ConfigError(f"decode_steps: {self.decode_steps} is more than page_size {self.page_size}; "

@@ -1,7 +1,7 @@
 """SamplingParams: what one request asks of the sampler."""
 
 import dataclasses
-import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -121,7 +121,7 @@ def _integer(field: str, value: Any, low: int, high: int = INT32_MAX) -> int:
 def _number(field: str, value: Any, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(field, f"must be a number, got {value!r}")
-    if not math.isfinite(value) or not low <= value <= high:
+    if not low <= value <= high:  # NaN and the infinities too; integers of any size compare exactly
         raise RequestError(field, f"must be a finite number between {low:g} and {high:g}, got {value!r}")
     return float(value)
 
@@ -146,7 +146,7 @@ def _bias(value: Any) -> Mapping[int, float]:
     bias: dict[int, float] = {}
     for key, amount in value.items():
         try:
-            token = int(key)  # JSON object keys are strings
+            token = int(key) if isinstance(key, str) else operator.index(key)  # JSON object keys are strings
         except (TypeError, ValueError):
             raise RequestError("logit_bias", f"keys must be token ids, got {key!r}") from None
         bias[_integer("logit_bias", token, 0)] = _number("logit_bias", amount, -1000.0, 1000.0)

@@ -203,6 +203,8 @@ def test_refused_requests_disturb_nobody(engine, prompt, params, error, field, m
     ({"repetition_penalty": 0}, "repetition_penalty"), ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": float("inf")}, "frequency_penalty"), ({"logit_bias": {"AI": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"), ({"logit_bias": {1: float("nan")}}, "logit_bias"), ({"seed": 1.5}, "seed"),
+    ({"temperature": 10**400}, "temperature"), ({"top_p": -(10**400)}, "top_p"), ({"logit_bias": {1: 10**400}}, "logit_bias"),
+    ({"logit_bias": {1.5: 1}}, "logit_bias"), ({"logit_bias": {float("inf"): 1}}, "logit_bias"),
     ({"seed": 2**64}, "seed"), ({"logprobs": -1}, "logprobs"), ({"ignore_eos": 1}, "ignore_eos"), ({"best_of": 2}, "best_of"),
 ])
 def test_bad_sampling_values_name_the_field(values, field):
@@ -210,6 +212,14 @@ def test_bad_sampling_values_name_the_field(values, field):
         SamplingParams.from_dict(values)
     assert caught.value.field == field
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("other", ["zx", "yzx", "Q"])
+def test_a_named_stop_that_is_kept_stands_behind_text_held_back(engine, other):
+    """The text `other` could begin is undecided until the end token arrives."""
+    output = one(engine, "L", temperature=0, stop=("</s>", other), include_stop=True)
+    assert output.text == "yz</s>"
+    assert output.completions[0].stop_reason == "</s>"
 
 
 def test_null_means_default():

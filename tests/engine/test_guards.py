@@ -109,12 +109,23 @@ def test_the_pool_is_sized_from_memory(engines):
     ({"dtype": "float16"}, ConfigError, "dtype: must be"),
     ({"quantization": "int3"}, ConfigError, "quantization: must be"),
     ({"max_rows": 0}, ConfigError, "max_rows: must be a positive integer"),
+    ({"max_logprobs": -1}, ConfigError, "max_logprobs: must be an integer of at least 0"),
+    ({"max_logit_bias": -1}, ConfigError, "max_logit_bias: must be an integer of at least 0"),
+    ({"kv_pages": 1}, ConfigError, "kv_pages: 1 is the null page alone"),
+    ({"kv_memory_gb": float("inf")}, ConfigError, "kv_memory_gb: must be positive"),
     ({"compilation_cache": "/proc/nothing"}, CacheError, "compilation_cache: /proc/nothing cannot be written"),
 ])
 def test_bad_configuration_is_one_clear_line(options, error, message):
     with pytest.raises(error, match=message) as caught:
         Engine(PLAIN, EngineConfig(**options))
     assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_logical_axis_is_refused():
+    from jinfer.config import LayoutConfig
+
+    with pytest.raises(ConfigError, match=r"layout\.rules\.kv_head: not a logical axis; known: vocab, kv_heads, ffn"):
+        LayoutConfig(rules={"kv_head": "tensor"})
 
 
 def test_too_few_devices_are_reported():

@@ -52,7 +52,10 @@ def generate(model: Model = "smollm2-135m", prompts: Prompts = None, chat: AsCha
 def _from_stdin() -> str:
     if sys.stdin.isatty():
         raise RequestError("prompt", "give --prompt TEXT, or a text on stdin")
-    return sys.stdin.read()
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError("prompt", f"stdin is not {error.encoding.upper()} at byte {error.start}") from None
 
 
 def _stream(llm: "LLM", item: Any, params: SamplingParams) -> None:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jinfer.errors import CacheError
 from jinfer.weights.source import user_cache_dir
 
-CPU_SHARE = 1 / 16  # of the host's memory: a laptop has other things to do
+CPU_SHARE = 1 / 16  # of the host's memory, for the pool: a laptop has other things to do
 UNKNOWN_MEMORY = 16 * 2**30  # bytes, for a device that does not report its memory
 
 
@@ -53,7 +53,7 @@ def use_compilation_cache(directory: str | Path | None, mesh: Mesh) -> None:
 
 
 def device_memory(device: jax.Device, utilization: float) -> int:
-    """Bytes jinfer may use on a device: a share of an accelerator's memory, a smaller one of a host's."""
+    """Bytes jinfer may use on an accelerator; on a CPU those of the KV pool, for all its virtual devices."""
     if device.platform == "cpu":
         return int(host_memory() * CPU_SHARE)
     stats = device.memory_stats() or {}

@@ -109,7 +109,8 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     max_context = config.max_context or model.max_context
     if max_context > model.max_context and model.rope.kind != "dynamic":  # which stretches to any length
         raise ConfigError(f"max_context: {max_context} is more than the model's {model.max_context}")
-    return dataclasses.replace(config, dtype=dtype, kv_dtype=kv_dtype, max_context=max_context)
+    return dataclasses.replace(config, dtype=dtype, kv_dtype=kv_dtype, max_context=max_context,
+                               max_logprobs=min(config.max_logprobs, model.vocab_size))
 
 
 def _size_pool(config: EngineConfig, model: ModelConfig, layout: Layout, catalog: ProgramCatalog,
@@ -122,10 +123,12 @@ def _size_pool(config: EngineConfig, model: ModelConfig, layout: Layout, catalog
         free = int(config.kv_memory_gb * 2**30)
     else:
         device = layout.mesh.devices.flat[0]
-        per_device = sum(shard_bytes(x) for x in jax.tree.leaves((weights, catalog.abstract_state())))
-        free = device_memory(device, config.memory_utilization) - per_device
-        if device.platform != "cpu":  # where a share of memory is taken that leaves room for anything
+        free = device_memory(device, config.memory_utilization)
+        if device.platform == "cpu":  # a share for the pool alone, which all virtual devices divide
+            free //= layout.mesh.size
+        else:
             progress("measuring programs")
+            free -= sum(shard_bytes(x) for x in jax.tree.leaves((weights, catalog.abstract_state())))
             free -= catalog.workspace(pages=2)
     return pool_pages(free, token_bytes=token, page_size=config.page_size, max_rows=config.max_rows,
                       max_context=config.max_context)

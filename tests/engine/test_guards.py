@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jinfer.config import EngineConfig, SamplingParams
+from jinfer.engine import backend
 from jinfer.engine.buckets import Buckets, ramp
 from jinfer.engine.catalog import Key, ProgramCatalog
 from jinfer.engine.engine import Engine
@@ -101,6 +102,13 @@ def test_the_pool_is_sized_from_memory(engines):
     assert full.metrics.pages_total == 2 * 128 // 8
     with pytest.raises(ConfigError, match="max_context: 128 tokens need 17 KV pages"):
         Engine(PLAIN, EngineConfig(page_size=8, kv_memory_gb=10 * 8 * token / 2**30, warmup=False, compilation_cache=""))
+
+
+def test_weights_do_not_eat_the_pool_of_a_cpu(engines, monkeypatch):
+    """A model larger than the share still gets a pool: its weights are not part of the share."""
+    weights = engines.get("llama_plain").metrics.weight_bytes
+    monkeypatch.setattr(backend, "host_memory", lambda: 16 * weights)
+    assert engines.get("llama_plain", kv_pages=None, max_rows=3).metrics.pages_total == 3 * 128 // 8
 
 
 @pytest.mark.parametrize(("options", "error", "message"), [

@@ -84,7 +84,7 @@ def main() -> None:
     weights = engine.config.quantization or engine.config.dtype
     print(f"{rows} rows, mean context {lengths.mean():.0f}, weights {weights}, "
           f"KV {engine.config.kv_dtype}, pages of {config.page_size}")
-    print(f"step {step * 1e3:.1f} ms; attention and KV writes alone {part * 1e3:.1f} ms ({part / step:.0%} of the step), "
+    print(f"step {step * 1e3:.1f} ms; attention and KV writes alone {part * 1e3:.1f} ms ({part / step:.0%} of it), "
           f"{part / model.num_layers * 1e3:.2f} ms a layer, {moved / part / 1e9:.1f} GB/s "
           f"of {bandwidth / 1e9:.1f} ({moved / part / bandwidth:.0%})")
     engine.close()

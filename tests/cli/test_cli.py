@@ -133,6 +133,15 @@ def test_errors_are_one_line(jinfer, args, words):
     assert err.count("\n") == 1
 
 
+def test_stdin_that_is_no_text(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), "utf-8"))
+    monkeypatch.setattr(sys, "argv", ["jinfer", "generate"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "jinfer: prompt: stdin is not UTF-8 at byte 2\n"
+
+
 @pytest.mark.parametrize("args", [["nothing"], ["generate", "--nothing"], ["batch", "one.jsonl"],
                                   ["generate", "--top-k", "x"]])
 def test_wrong_usage_is_status_2(jinfer, args):

@@ -165,7 +165,9 @@ class LLM:
                     places[self.inbox.submit(item, one, box)] = place
                 except JinferError as error:
                     if errors == "raise":
-                        raise error if single else _at(place, error) from error
+                        if single:
+                            raise
+                        raise _at(place, error) from error
                     outputs[place] = _refused(place, item, error)
             unfinished = len(places)
             while unfinished:

@@ -31,6 +31,10 @@ class Engines:
         assert not engine.has_work, "an earlier test left requests behind"
         return engine
 
+    def forget(self, engine: Engine) -> None:
+        """The next test gets a new one."""
+        self._built = {key: built for key, built in self._built.items() if built is not engine}
+
     def close(self) -> None:
         for engine in self._built.values():
             engine.close()

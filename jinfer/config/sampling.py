@@ -73,8 +73,7 @@ class SamplingParams:
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0) == 0.0:
-            raise RequestError("repetition_penalty", "must be greater than 0, got 0")
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 0, INT64_MAX)
         _integer("min_tokens", self.min_tokens, 0)
@@ -99,10 +98,6 @@ class SamplingParams:
                 raise RequestError(str(name), f"unknown sampling parameter; known: {', '.join(sorted(known))}")
         optional = {"max_tokens"}  # None is a value of its own here
         return cls(**{k: v for k, v in values.items() if v is not None or k in optional})
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_k == 1
 
     @property
     def penalised(self) -> bool:

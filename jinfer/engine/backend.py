@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from jinfer.errors import CacheError
@@ -32,8 +33,13 @@ def prepare_backend(mesh: Mesh) -> None:
 
 
 def use_compilation_cache(directory: str | Path | None, mesh: Mesh) -> None:
-    """Turns the persistent cache on, for programs of any size. Raises CacheError if the directory cannot be used."""
+    """Turns the persistent cache on, for programs of any size; the empty string turns it off.
+
+    JAX has one cache a process: the last engine built decides. Raises CacheError if the directory cannot be used.
+    """
     if directory == "":
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
         return
     if directory is None:
         directory = user_cache_dir() / "xla"

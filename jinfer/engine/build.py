@@ -93,6 +93,8 @@ def build(model: str | Path, config: EngineConfig, progress: Progress) -> Parts:
         PagePool(pages, config.page_size), max_rows=config.max_rows, max_context=max_context,
         prefill_tokens=config.prefill_tokens, max_chunks=buckets.max_chunks, decode_steps=config.decode_steps)
     eos = tuple(dict.fromkeys(checkpoint.config.eos_ids + (tokenizer.eos_ids if tokenizer else ())))
+    if len(eos) > config.max_stop_ids:
+        raise ConfigError(f"max_stop_ids: {config.max_stop_ids} is less than the model's {len(eos)} end tokens")
     admission = Admission(config, checkpoint.config, tokenizer, eos, max_context)
     return Parts(config, checkpoint.config, tokenizer, admission, scheduler, runner, metrics)
 

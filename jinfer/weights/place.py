@@ -1,6 +1,5 @@
 """Weights onto the mesh: each device gets its part of each tensor straight from the reader."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -32,13 +31,8 @@ def check_names(parameters: list[Parameter], reader: TensorReader, *, tied_head:
             raise CheckpointError(f"{name} has shape {tuple(reader.shape(name))}, the configuration asks for {shape}")
 
 
-def place(parameters: list[Parameter], reader: TensorReader, layout: Layout,
-          on_bytes: Callable[[int], None] | None = None) -> list[jax.Array]:
-    """Arrays of the parameters, sharded by the layout; no host copy of a whole tensor is made.
-
-    Args:
-      on_bytes: told the bytes of each finished array.
-    """
+def place(parameters: list[Parameter], reader: TensorReader, layout: Layout) -> list[jax.Array]:
+    """Arrays of the parameters, sharded by the layout; no host copy of a whole tensor is made."""
 
     def one(parameter: Parameter) -> jax.Array:
         def part(index: Index | None) -> np.ndarray:
@@ -47,10 +41,7 @@ def place(parameters: list[Parameter], reader: TensorReader, layout: Layout,
             return np.ascontiguousarray(parameter.read(reader, bounded), dtype=parameter.dtype)
 
         array = jax.make_array_from_callback(parameter.shape, layout.sharding(*parameter.axes), part)
-        array.block_until_ready()
-        if on_bytes is not None:
-            on_bytes(array.nbytes)
-        return array
+        return array.block_until_ready()
 
     with ThreadPoolExecutor(READERS) as pool:
         return list(pool.map(one, parameters))

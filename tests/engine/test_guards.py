@@ -1,8 +1,10 @@
 """What must not happen in a hot step: compilation, hidden transfers, copies of the pool."""
 
+import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from jinfer.engine import backend
 from jinfer.engine.buckets import Buckets, ramp
 from jinfer.engine.catalog import Key, ProgramCatalog
 from jinfer.engine.engine import Engine
-from jinfer.errors import CacheError, ConfigError, LayoutError, RetraceError
+from jinfer.errors import CacheError, ConfigError, JinferError, LayoutError, RetraceError
 from tests.engines import DATA, drain, one, run
 
 PLAIN = DATA / "models" / "llama_plain"
@@ -67,11 +69,37 @@ def test_no_program_copies_the_pool(warm, key):
     assert text.count("may-alias") + text.count("must-alias") >= 2 + len(runner.state)
 
 
-def test_a_hidden_transfer_in_a_hot_step_is_an_error(warm):
-    """The guard bites: a program argument left on the host would be uploaded silently every step."""
-    weights = warm._runner.weights
-    with jax.transfer_guard("disallow"), pytest.raises(Exception, match="Disallowed host-to-device"):
-        jax.jit(lambda x: x + 1)(np.ones(weights[0].shape, np.float32))
+def test_a_hidden_transfer_in_a_hot_step_is_an_error(engines, monkeypatch):
+    """Dispatch runs under the guard: host arithmetic with jnp in it would upload something every step."""
+    engine = engines.get("llama_plain", max_rows=3)
+    join = type(engine._runner)._join
+
+    def leaky(self, request, slot):
+        jnp.add(np.ones(3, np.float32), 1.0)
+        join(self, request, slot)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine._runner), "_join", leaky)
+        engine.submit([1, 2, 3])
+        with pytest.raises(Exception, match="Disallowed host-to-device"):
+            engine.step()
+    with pytest.raises(JinferError, match="failed earlier"):
+        engine.step()
+    engine.close()
+    engines.forget(engine)
+
+
+def test_everything_a_call_gets_but_its_upload_is_on_the_device(warm):
+    runner = warm._runner
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves((runner.weights, runner.kv, runner.state)))
+
+
+def test_an_empty_cache_name_switches_the_cache_off(tmp_path):
+    config = EngineConfig(page_size=8, kv_pages=9, warmup=False, compilation_cache=tmp_path / "cache")
+    Engine(PLAIN, config).close()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "cache")
+    Engine(PLAIN, dataclasses.replace(config, compilation_cache="")).close()
+    assert jax.config.jax_compilation_cache_dir is None
 
 
 def test_buckets_hold_every_size_and_waste_little():

@@ -19,7 +19,7 @@ System = Annotated[str | None, typer.Option("--system", help="System message tha
 HELP = "/reset starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
-@takes_sampling("n", "prompt_logprobs", "logprobs")
+@takes_sampling("n", "prompt_logprobs", "logprobs", max_tokens=1024)
 def chat(model: Model = "smollm2-135m", system: System = None, config: Config = None, set_: Set = None, *,
          sampling: dict[str, Any]) -> None:
     """Talk with a model. Answers stream; the whole conversation is sent each time.
@@ -27,7 +27,7 @@ def chat(model: Model = "smollm2-135m", system: System = None, config: Config = 
     /reset starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer.
     """
     from jinfer.cli.session import LAZY, open_llm, stderr_console
-    params = SamplingParams.from_dict({"max_tokens": 1024} | sampling)
+    params = SamplingParams.from_dict(sampling)
     console = stderr_console()
     with open_llm(model, config, ["max_rows=1", *LAZY, *(set_ or [])], console) as llm:
         console.print(HELP, style="dim")
@@ -55,7 +55,7 @@ def converse(llm: "LLM", system: str | None, params: SamplingParams, console: "C
             console.print("new conversation", style="dim")
             continue
         if line.startswith("/"):
-            console.print(HELP, style="dim")
+            console.print(f"{line.split()[0]} is no command. {HELP}", style="dim", markup=False)
             continue
         messages.append({"role": "user", "content": line})
         try:

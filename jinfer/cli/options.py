@@ -29,22 +29,23 @@ _METAVARS = {"stop": "TEXT", "stop_token_ids": "ID", "logit_bias": "ID=NUMBER"}
 _HELP = {"max_tokens": "Most tokens to generate; 0 scores the prompt only."}
 
 
-def takes_sampling(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes_sampling(*without: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator: replaces a command's parameter `sampling` by one option for each field of SamplingParams.
 
-    The command gets `sampling`, a dict of the fields the user gave. Fields named in `without` get no option.
+    The command gets `sampling`, a dict of the fields the user gave, on top of `defaults`, the command's own. Fields
+    named in `without` get no option.
     """
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         fields = [name for name in _defaults() if name not in without]
 
         def run(**values: Any) -> None:
             given = {name: values.pop(name) for name in fields}
-            command(**values, sampling={name: _plain(name, value) for name, value in given.items()
-                                        if value is not None and value != []})
+            command(**values, sampling=defaults | {name: _plain(name, value) for name, value in given.items()
+                                                   if value is not None and value != []})
 
         signature = inspect.signature(command, eval_str=True)
         kept = [p for p in signature.parameters.values() if p.name != "sampling"]
-        added = [_option(name) for name in fields]
+        added = [_option(name, (_defaults() | defaults)[name]) for name in fields]
         # typer reads the signature and, for the types, the annotations
         run.__signature__ = inspect.Signature([*kept, *added])  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in [*kept, *added]}
@@ -57,9 +58,8 @@ def _defaults() -> dict[str, Any]:
     return {name: getattr(SamplingParams(), name) for name in typing.get_type_hints(SamplingParams)}
 
 
-def _option(name: str) -> inspect.Parameter:
+def _option(name: str, default: Any) -> inspect.Parameter:
     kind = _kind(typing.get_type_hints(SamplingParams)[name])
-    default = _defaults()[name]
     text = _HELP.get(name) or field_help().get(name, "").replace("None", "not given")
     flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
     if name in _FLAGS:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jinfer.engine.buckets import Buckets
+from jinfer.engine.packing import Packing
 from jinfer.engine.programs import Programs
 from jinfer.engine.state import DeviceState
 from jinfer.errors import RetraceError
@@ -110,25 +111,36 @@ class ProgramCatalog:
             self.metrics.compilations += 1
         return compiled
 
+    def packing(self, key: Key) -> Packing:
+        """How a program's upload is laid out; asked by the runner, and by the compiler for its size."""
+        p = self.programs
+        match key.kind:
+            case "prefill":
+                return p.prefill_packing(key.size, self.chunks(key.size))
+            case "decode":
+                return p.decode_packing(key.size)
+            case "prepare":
+                return p.prepare_packing()
+
+    def chunks(self, tokens: int) -> int:
+        """Q of a prefill call of this size: a chunk holds a token at least."""
+        return min(self.buckets.max_chunks, tokens)
+
     def _compile(self, key: Key, pages: int) -> jax.stages.Compiled:
         p = self.programs
-        kv, state = self.abstract_kv(pages), self.abstract_state()
+        kv, state, upload = self.abstract_kv(pages), self.abstract_state(), whole(p.layout)
+        packed = jax.ShapeDtypeStruct((self.packing(key).size,), jnp.int32, sharding=upload)
         kept = jax.tree.map(lambda x: x.sharding, (kv, state))
         function: Any
         match key.kind:
             case "prefill":
-                chunks = min(self.buckets.max_chunks, key.size)
-                packing: Any = p.prefill_packing(key.size, chunks)
-                function, static = p.prefill, {"tokens": key.size, "chunks": chunks}
-                out: Any = (*kept, whole(p.layout), whole(p.layout))
+                function, static = p.prefill, {"tokens": key.size, "chunks": self.chunks(key.size)}
+                out: Any = (*kept, upload, upload)
             case "decode":
-                packing = p.decode_packing(key.size)
                 function, static = p.decode, {"rows": key.size}
-                out = (*kept, whole(p.layout))
+                out = (*kept, upload)
             case "prepare":
-                packed = jax.ShapeDtypeStruct((p.prepare_packing().size,), jnp.int32, sharding=whole(p.layout))
                 return jax.jit(p.prepare, donate_argnums=0, out_shardings=kept[1]).lower(state, packed).compile()
-        packed = jax.ShapeDtypeStruct((packing.size,), jnp.int32, sharding=whole(p.layout))
         jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=(1, 2), out_shardings=out)
         compiled = jitted.lower(self._weights, kv, state, packed, **static).compile()
         assert_donated(compiled, kv)

@@ -5,7 +5,6 @@ call's one upload, the last result its one download.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -82,17 +81,14 @@ class Programs:
     max_context: int
     max_bias: int
 
-    @functools.cache  # noqa: B019  one a bucket, for the life of the engine
     def prefill_packing(self, tokens: int, chunks: int) -> Packing[PrefillFields]:
         return Packing(PrefillFields, tokens=(tokens,), targets=(tokens,), slots=(chunks,), starts=(chunks,),
                        lengths=(chunks,), samples=(chunks,), records=(chunks, self.record_width),
                        tables=(chunks, self.table_width))
 
-    @functools.cache  # noqa: B019
     def decode_packing(self, rows: int) -> Packing[DecodeFields]:
         return Packing(DecodeFields, slots=(rows,), new_page=(rows,), new_page_index=(rows,))
 
-    @functools.cache  # noqa: B019
     def prepare_packing(self) -> Packing[PrepareFields]:
         return Packing(PrepareFields, slot=(1,), prompt_length=(1,), tokens=(self.max_context,),
                        bias_ids=(self.max_bias,), bias_values=(self.max_bias,))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jinfer.engine.catalog import Key, ProgramCatalog
+from jinfer.engine.packing import Packing
 from jinfer.engine.state import DeviceState, record
 from jinfer.models.attention import KVPages
 from jinfer.observe.metrics import Metrics
@@ -56,6 +57,7 @@ class Runner:
         self.metrics = metrics
         self.kv: KVPages = zeros(catalog.abstract_kv(pages))
         self.state: DeviceState = zeros(catalog.abstract_state())
+        self._packings: dict[Key, Packing] = {}
         self._records: dict[Request, np.ndarray] = {}
         self._ready = 0.0  # when the device finished the last collected call
 
@@ -101,6 +103,11 @@ class Runner:
         for array in jax.tree.leaves((self.weights, self.kv, self.state)):
             array.delete()
 
+    def _packing(self, key: Key) -> Packing:
+        if key not in self._packings:
+            self._packings[key] = self.catalog.packing(key)
+        return self._packings[key]
+
     def _call(self, key: Key, vector: np.ndarray, *arguments: Any) -> Any:
         """Runs a program. The vector is the one implicit transfer a call makes: device_put costs ten times more."""
         compiled = self.catalog.get(key, self.pages)
@@ -108,10 +115,10 @@ class Runner:
             return compiled(*arguments, vector)
 
     def _prefill(self, plan: StepPlan, pending: Pending) -> None:
-        buckets, programs = self.catalog.buckets, self.catalog.programs
+        buckets = self.catalog.buckets
         total = sum(chunk.length for chunk in plan.chunks)
         size = buckets.prefill_size(total)
-        vector, fields = programs.prefill_packing(size, min(buckets.max_chunks, size)).empty()
+        vector, fields = self._packing(Key("prefill", size)).empty()
         begin = 0
         scored = False
         for i, chunk in enumerate(plan.chunks):
@@ -140,7 +147,7 @@ class Runner:
     def _decode(self, plan: StepPlan, pending: Pending) -> None:
         count = len(plan.rows)
         size = self.catalog.buckets.decode_size(count)
-        vector, fields = self.catalog.programs.decode_packing(size).empty()
+        vector, fields = self._packing(Key("decode", size)).empty()
         fields.slots[:count] = [row.slot for row in plan.rows]
         fields.new_page[:count] = [row.new_page for row in plan.rows]
         fields.new_page_index[:count] = [row.new_page_index for row in plan.rows]
@@ -157,7 +164,7 @@ class Runner:
         params = request.params
         if not (params.penalised or params.logit_bias):
             return
-        vector, fields = programs.prepare_packing().empty()
+        vector, fields = self._packing(Key("prepare", 0)).empty()
         fields.slot[0] = slot
         fields.prompt_length[0] = len(request.prompt)
         fields.tokens[:] = -1

@@ -19,6 +19,7 @@ from jinfer.models.attention import KVPages
 from jinfer.observe.metrics import Metrics
 from jinfer.sampling.penalties import new_counts
 from jinfer.sharding import Layout
+from pallas_kernels import Pages
 
 COMPILERS = 2  # programs compiled at once; XLA itself uses more threads
 
@@ -61,8 +62,8 @@ class ProgramCatalog:
         """Shapes and shardings of the pool with `pages` (P) a layer."""
         p = self.programs
         shape = (p.config.num_layers * pages, self._kv_heads, p.page_size, p.config.head_dim)
-        pool: Any = jax.ShapeDtypeStruct(shape, self._kv_dtype, sharding=p.layout.sharding(None, "kv_heads"))
-        return KVPages(pool, pool)
+        data: Any = jax.ShapeDtypeStruct(shape, self._kv_dtype, sharding=p.layout.sharding(None, "kv_heads"))
+        return KVPages(Pages(data), Pages(data))
 
     def abstract_state(self) -> DeviceState:
         p, slots = self.programs, self._rows + 1

@@ -14,7 +14,7 @@ from flax import nnx
 from jinfer.config import ModelConfig
 from jinfer.engine.packing import Packing
 from jinfer.engine.state import Column, DeviceState, row_params
-from jinfer.models.attention import KVPages, StepContext, positions_context
+from jinfer.models.attention import KVPages, StepContext
 from jinfer.models.rope import cos_sin
 from jinfer.sampling.blocks import mask_padding
 from jinfer.sampling.logprobs import prompt_logprobs
@@ -106,9 +106,8 @@ class Programs:
         positions = jnp.where(valid, fields.starts[row] + index - query_starts[row], 0)
         ends = fields.starts + fields.lengths
         records = fields.records.at[:, Column.LENGTH].set(ends)
-        pages, offsets = positions_context(positions, row, valid, fields.tables, self.page_size)
         cos, sin = cos_sin(self.config.rope, self.config.head_dim, positions, records[row, Column.PROMPT_LENGTH])
-        step = StepContext(cos, sin, pages, offsets, fields.tables, query_starts, ends)
+        step = StepContext(cos, sin, fields.tables, query_starts, ends)
         hidden, kv = model(fields.tokens, kv, step, decode=False)
 
         state = state._replace(page_table=state.page_table.at[fields.slots].set(fields.tables))
@@ -140,11 +139,9 @@ class Programs:
             records = state.rows[fields.slots]
             active = (records[:, Column.ACTIVE] == 1) & (fields.slots > 0)
             position = records[:, Column.LENGTH]
-            pages, offsets = positions_context(
-                position, jnp.arange(rows, dtype=jnp.int32), active, page_table, self.page_size)
             cos, sin = cos_sin(self.config.rope, self.config.head_dim, position, records[:, Column.PROMPT_LENGTH])
             lengths = jnp.where(active, position + 1, 0)
-            step = StepContext(cos, sin, pages, offsets, page_table, query_starts, lengths)
+            step = StepContext(cos, sin, page_table, query_starts, lengths)
             hidden, kv = model(records[:, Column.LAST_TOKEN], kv, step, decode=True)
             records = records.at[:, Column.LENGTH].add(active.astype(jnp.int32))
             sampled, state = self._sample(

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -12,7 +11,7 @@ from jinfer.models.layers import Linear
 from jinfer.models.parameter import Parameter, Precision, grouped_heads, head_columns, plain
 from jinfer.models.rope import rotate
 from jinfer.sharding import Layout
-from pallas_kernels import kv_update, paged_attention
+from pallas_kernels import Pages, kv_update, paged_attention
 
 
 class StepContext(NamedTuple):
@@ -20,28 +19,25 @@ class StepContext(NamedTuple):
 
     Attributes:
       cos, sin: [T, R/2] float32 rotary tables.
-      pages, offsets: [T] int32, where each token's KV goes; padding goes to the null page.
       page_table: [Q, M] int32. query_starts: [Q + 1] int32. kv_lengths: [Q] int32, this call's tokens included.
     """
 
     cos: jax.Array
     sin: jax.Array
-    pages: jax.Array
-    offsets: jax.Array
     page_table: jax.Array
     query_starts: jax.Array
     kv_lengths: jax.Array
 
 
 class KVPages(NamedTuple):
-    """The pool: k, v [L * P, K, S, H]; layer l owns the pages from l * P, the first of them its null page.
+    """The pool: k, v of [L * P, K, S, H]; layer l owns the pages from l * P, the first of them its null page.
 
     One array for all layers, addressed by page and never sliced: two donated arguments a call instead of 2 L
     (docs/decisions.md).
     """
 
-    k: jax.Array
-    v: jax.Array
+    k: Pages
+    v: Pages
 
 
 class Attention(nnx.Module):
@@ -81,11 +77,11 @@ class Attention(nnx.Module):
         def local(q: jax.Array, k: jax.Array, v: jax.Array, cache: KVPages, first_page: jax.Array,
                   step: StepContext) -> tuple[jax.Array, KVPages]:
             tokens, kv_heads, group, width = q.shape
-            k_pages, v_pages = kv_update(cache.k, cache.v, k, v, first_page + step.pages, step.offsets)
-            out = paged_attention(
-                q.reshape(tokens, kv_heads * group, width), k_pages, v_pages, first_page + step.page_table,
-                step.query_starts, step.kv_lengths, scale=scale, window=window, decode=decode)
-            return out.reshape(q.shape), KVPages(k_pages, v_pages)
+            sequences = (step.page_table, step.query_starts, step.kv_lengths)
+            cache = KVPages(*kv_update(*cache, k, v, *sequences, first_page=first_page, decode=decode))
+            out = paged_attention(q.reshape(tokens, kv_heads * group, width), *cache, *sequences, scale=scale,
+                                  window=window, first_page=first_page, decode=decode)
+            return out.reshape(q.shape), cache
 
         heads: Any = self.layout.spec(None, "kv_heads")
         whole = PartitionSpec()
@@ -93,10 +89,3 @@ class Attention(nnx.Module):
             local, mesh=self.layout.mesh, in_specs=(heads, heads, heads, KVPages(heads, heads), whole, whole),
             out_specs=(heads, KVPages(heads, heads)), check_vma=False)
         return sharded(q, k, v, cache, first_page, step)
-
-
-def positions_context(positions: jax.Array, rows: jax.Array, valid: jax.Array, page_table: jax.Array,
-                      page_size: int) -> tuple[jax.Array, jax.Array]:
-    """Page and offset of each token: positions, rows [T] int32, valid [T] bool, page_table [Q, M] -> two [T] int32."""
-    pages = page_table.at[rows, positions // page_size].get(mode="clip")
-    return jnp.where(valid, pages, 0), jnp.where(valid, positions % page_size, 0)

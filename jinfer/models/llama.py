@@ -47,7 +47,7 @@ class Llama(nnx.Module):
     def __call__(self, tokens: jax.Array, kv: KVPages, step: StepContext, *,
                  decode: bool) -> tuple[jax.Array, KVPages]:
         """tokens: [T] int32 -> (hidden [T, D] after the last norm, kv)."""
-        x, pages = self.embedding(tokens), kv.k.shape[0] // len(self.blocks)
+        x, pages = self.embedding(tokens), kv.k.data.shape[0] // len(self.blocks)
         for layer, block in enumerate(self.blocks):
             x, kv = run_block(*nnx.split(block), x, kv, jnp.int32(layer * pages), step, decode=decode)
         return self.norm(x), kv

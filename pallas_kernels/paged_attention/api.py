@@ -2,20 +2,27 @@
 
 import jax
 
+from pallas_kernels.options import check_options
 from pallas_kernels.paged_attention import reference
+from pallas_kernels.pages import Pages, check_pages, check_sequences
+from pallas_kernels.platform import Implementation, choose
 
 
 def paged_attention(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     page_table: jax.Array,
     query_starts: jax.Array,
     kv_lengths: jax.Array,
     *,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    first_page: jax.Array | None = None,
     decode: bool = False,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Causal attention of packed query chunks over their sequences' pages.
 
@@ -24,38 +31,34 @@ def paged_attention(
 
     Args:
       q: [T, N, H] float; queries past query_starts[Q] are padding and give unspecified finite rows.
-      k_pages, v_pages: [P, K, S, H]; N is a multiple of K. Positions past a length may hold anything, NaN too.
+      k_pages, v_pages: pools [P, K, S, H]; N is a multiple of K. Positions past a length may hold anything, NaN too.
       page_table: [Q, M] int32; entry j of a row holds positions j * S : (j + 1) * S.
       query_starts: [Q + 1] int32, non-decreasing, the first is 0.
       kv_lengths: [Q] int32; 0 for an unused row, which then has no queries (or, in decode, gives zeros).
       scale: multiplies the scores.
       window: queries see themselves and window - 1 positions before; None sees all.
+      soft_cap: scores become soft_cap * tanh(scores / soft_cap).
+      sinks: [N] float32, a logit a head that takes part in the softmax and has no value.
+      first_page: int32 scalar added to every page: where a layer's part of the pool begins.
       decode: every sequence has exactly one query (T == Q, query_starts is 0, 1, .., Q and is not read).
+      implementation: tpu, gpu or reference; None takes the one of the mesh's platform.
 
     Returns:
       [T, N, H] in q's dtype. Scores, softmax and accumulation are float32 (online softmax, arXiv 1805.02867).
 
     Raises:
-      ValueError: shapes or dtypes do not fit together.
+      ValueError: shapes, dtypes or options do not fit together.
     """
-    if q.ndim != 3 or k_pages.ndim != 4 or k_pages.shape != v_pages.shape:
-        raise ValueError(
-            f"want q [T, N, H] and equal pools [P, K, S, H], got {q.shape}, {k_pages.shape}, {v_pages.shape}")
-    if q.shape[1] % k_pages.shape[1] or q.shape[2] != k_pages.shape[3]:
-        raise ValueError(f"q [T, N, H] {q.shape} does not fit pages [P, K, S, H] {k_pages.shape}")
-    sequences = page_table.shape[0]
-    for name, array, shape in (
-        ("page_table", page_table, (sequences, page_table.shape[-1])),
-        ("query_starts", query_starts, (sequences + 1,)),
-        ("kv_lengths", kv_lengths, (sequences,)),
-    ):
-        if array.shape != shape or array.dtype != "int32":
-            raise ValueError(f"{name} must be int32 {list(shape)}, got {array.dtype} {array.shape}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
-    if decode:
-        if q.shape[0] != sequences:
-            raise ValueError(f"decode wants one query a sequence, got T={q.shape[0]} and Q={sequences}")
-        return reference.decode_attention(q, k_pages, v_pages, page_table, kv_lengths, scale=scale, window=window)
-    return reference.chunk_attention(
-        q, k_pages, v_pages, page_table, query_starts, kv_lengths, scale=scale, window=window)
+    check_pages("k_pages", k_pages)
+    check_pages("v_pages", v_pages, like=k_pages)
+    pool = k_pages.data.shape
+    if q.ndim != 3 or q.shape[1] % pool[1] or q.shape[2] != pool[3]:
+        raise ValueError(f"q {q.shape} does not fit pages [P, K, S, H] {pool}; want [T, N, H], N a multiple of K")
+    check_options(q, window=window, soft_cap=soft_cap, sinks=sinks)
+    check_sequences(page_table, query_starts, kv_lengths, first_page, q.shape[0], decode)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "first_page": first_page}
+    match choose(implementation):
+        case _ if decode:
+            return reference.decode_attention(q, k_pages, v_pages, page_table, kv_lengths, **options)
+        case _:
+            return reference.chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, **options)

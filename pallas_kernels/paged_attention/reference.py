@@ -8,14 +8,16 @@ dot needs no transpose (docs/performance.md has the layouts that lost).
 import jax
 import jax.numpy as jnp
 
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that a fully masked block gives no NaN
+from pallas_kernels.options import MASKED, capped
+from pallas_kernels.pages import Pages
+
 DECODE_PAGES = 128  # most (row, page) pairs a loop turn, decode
 PAGES_A_ROW = 4  # and fewer where there are few rows
 CHUNK_QUERIES = 128  # queries of one tile
 CHUNK_BLOCK = 256  # positions a loop turn, chunks
 
 
-def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, window):
+def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, window, soft_cap, sinks, first_page):
     """One query a row: q [R, N, H], page_table [R, M], kv_lengths [R] -> [R, N, H].
 
     The work is the list of (row, page) pairs that hold something visible, W of them, walked DECODE_PAGES at a
@@ -23,13 +25,13 @@ def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, wind
     rows by a product with a 0/1 matrix, the online softmax over pages instead of positions.
     """
     rows, heads, width = q.shape
-    _, kv_heads, page_size, _ = k_pages.shape
+    _, kv_heads, page_size, _ = k_pages.data.shape
     group = heads // kv_heads
     q = (q * jnp.asarray(scale, q.dtype)).reshape(rows, kv_heads, group, width)
     last = kv_lengths - 1
     first = jnp.zeros_like(last) if window is None else jnp.maximum(last - window + 1, 0)
-    first_page = first // page_size
-    counts = jnp.where(kv_lengths > 0, last // page_size - first_page + 1, 0)
+    begin_page = first // page_size
+    counts = jnp.where(kv_lengths > 0, last // page_size - begin_page + 1, 0)
     ends = jnp.cumsum(counts)
     begins = ends - counts
     size = min(DECODE_PAGES, PAGES_A_ROW * rows)
@@ -38,23 +40,28 @@ def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, wind
         top, acc, broken = carry
         item = index * size + jnp.arange(size, dtype=jnp.int32)
         row = jnp.minimum(jnp.sum(ends <= item[:, None], axis=1, dtype=jnp.int32), rows - 1)
-        in_row = first_page[row] + item - begins[row]
+        in_row = begin_page[row] + item - begins[row]
         valid = item < ends[-1]
         pages = jnp.where(valid, page_table[row, jnp.minimum(in_row, page_table.shape[1] - 1)], 0)
+        if first_page is not None:
+            pages = pages + first_page
         # Fused into the gather, the index arithmetic would run once an element instead of once a page.
         pages, row = jax.lax.optimization_barrier((pages, row))
-        k = _take_pages(k_pages, pages)
-        v = _take_pages(v_pages, pages)
+        k, k_scales = _take_pages(k_pages, pages, q.dtype)
+        v, v_scales = _take_pages(v_pages, pages, q.dtype)
         position = in_row[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
         held = valid[:, None] & (position <= last[row][:, None])  # [W, S]; past it lie others' leftovers
         seen = (held & (position >= first[row][:, None]))[:, None, None]
         scores = jnp.einsum("wkgh,wksh->wkgs", q[row].astype(k.dtype), k, preferred_element_type=jnp.float32)
-        scores = jnp.where(seen, scores, MASKED)
+        if k_scales is not None:
+            scores = scores * k_scales[:, :, None]
+        scores = jnp.where(seen, capped(scores, soft_cap), MASKED)
         best = scores.max(-1)  # [W, K, G]
         probs = jnp.where(seen, jnp.exp(scores - best[..., None]), 0.0)
+        weights = probs if v_scales is None else jnp.where(seen, probs * v_scales[:, :, None], 0.0)
 
         def weigh(v):
-            return jnp.einsum("wkgs,wksh->wkgh", probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            return jnp.einsum("wkgs,wksh->wkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
 
         values = weigh(v)  # 0 * NaN is NaN: masking V costs a copy of it, so only where that really happened
         values = jax.lax.cond(jnp.isfinite(values).all(), lambda: values,
@@ -71,15 +78,20 @@ def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, wind
         merged = jnp.dot(mine.astype(jnp.float32), values.reshape(size, -1), precision="highest")
         return new_top, acc * jnp.exp(top - new_top)[..., None] + merged.reshape(acc.shape), broken
 
-    start = (jnp.full((rows, kv_heads, group), MASKED), jnp.zeros((rows, kv_heads, group, width + 1)),
-             jnp.zeros(rows, bool))
+    shape = (rows, kv_heads, group)
+    top, acc = jnp.full(shape, MASKED), jnp.zeros((*shape, width + 1))
+    if sinks is not None:
+        top = jnp.broadcast_to(sinks.reshape(kv_heads, group), shape)
+        acc = acc.at[..., width].set(1.0)
+    start = (top, acc, jnp.zeros(rows, bool))
     _, acc, broken = jax.lax.fori_loop(0, (ends[-1] + size - 1) // size, turn, start)
     out, total = acc[..., :width], acc[..., width:]
     out = jnp.where(broken[:, None, None, None], jnp.nan, out / jnp.where(total == 0.0, 1.0, total))
     return out.reshape(rows, heads, width).astype(q.dtype)
 
 
-def chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, *, scale, window):
+def chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, *, scale, window, soft_cap, sinks,
+                    first_page):
     """Ragged chunks: q [T, N, H], page_table [Q, M], query_starts [Q + 1], kv_lengths [Q] -> [T, N, H].
 
     A tile is up to CHUNK_QUERIES consecutive queries of one sequence; tiles run in ascending order, so a tile
@@ -87,13 +99,16 @@ def chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, *
     """
     tokens, heads, width = q.shape
     sequences = kv_lengths.shape[0]
-    _, kv_heads, page_size, _ = k_pages.shape
+    _, kv_heads, page_size, _ = k_pages.data.shape
     group = heads // kv_heads
     size = min(CHUNK_QUERIES, tokens)
     counts = query_starts[1:] - query_starts[:-1]
     tile_ends = jnp.cumsum((counts + size - 1) // size)
     per_block = max(1, min(CHUNK_BLOCK // page_size, page_table.shape[1]))
     page_table = _pad_columns(page_table, per_block)
+    if first_page is not None:
+        page_table = page_table + first_page
+    sink = None if sinks is None else jnp.repeat(sinks.reshape(1, kv_heads, group), size, axis=2)
     padded = jnp.pad(q * jnp.asarray(scale, q.dtype), ((0, size), (0, 0), (0, 0)))
 
     def tile(index, out):
@@ -107,22 +122,22 @@ def chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, *
         last = jnp.tile(position, group)[None, None, :, None]
         first = jnp.zeros_like(last) if window is None else jnp.maximum(last - window + 1, 0)
         result = _walk(queries, k_pages, v_pages, page_table[row][None], first, last,
-                       jnp.min(first), position[-1] + 1, per_block)
+                       jnp.min(first), position[-1] + 1, per_block, soft_cap, sink)
         result = result.reshape(kv_heads, group, size, width).transpose(2, 0, 1, 3).reshape(size, heads, width)
         return jax.lax.dynamic_update_slice_in_dim(out, result.astype(out.dtype), begin, 0)
 
     return jax.lax.fori_loop(0, tile_ends[-1], tile, jnp.zeros_like(padded))[:tokens]
 
 
-def _walk(q, k_pages, v_pages, page_table, first, last, begin, end, per_block):
+def _walk(q, k_pages, v_pages, page_table, first, last, begin, end, per_block, soft_cap, sink):
     """Online softmax over positions begin:end, whole blocks of pages at a time.
 
     q [R, K, G, H] scaled, page_table [R, M]; first, last: [R, 1, G or 1, 1], the positions each query sees,
-    inclusive; begin, end: int32 scalars bounding all of them. Returns [R, K, G, H] float32; rows that see
-    nothing give zeros.
+    inclusive; begin, end: int32 scalars bounding all of them; sink: [R, K, G] or None. Returns [R, K, G, H]
+    float32; rows that see nothing give zeros.
     """
     rows, kv_heads, group, width = q.shape
-    page_size = k_pages.shape[2]
+    page_size = k_pages.data.shape[2]
     block = per_block * page_size
     heads = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
     table = page_table[:, None, :] * kv_heads + heads  # [R, K, M] rows of the pool seen as [P * K, S * H]
@@ -132,41 +147,61 @@ def _walk(q, k_pages, v_pages, page_table, first, last, begin, end, per_block):
         indices = jax.lax.dynamic_slice_in_dim(table, index * per_block, per_block, axis=2).reshape(-1)
         # Fused into the gather, the index arithmetic would run once an element instead of once a page.
         indices = jax.lax.optimization_barrier(indices)
-        k = _take_rows(k_pages, indices).reshape(rows, kv_heads, block, width)
-        v = _take_rows(v_pages, indices).reshape(rows, kv_heads, block, width)
+        k, k_scales = _take_blocks(k_pages, indices, (rows, kv_heads, block, width), q.dtype)
+        v, v_scales = _take_blocks(v_pages, indices, (rows, kv_heads, block, width), q.dtype)
         position = index * block + jnp.arange(block, dtype=jnp.int32)
         seen = (position >= first) & (position <= last)  # [R, 1, G or 1, C]
         scores = jnp.einsum("rkgh,rkch->rkgc", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
-        scores = jnp.where(seen, scores, MASKED)
+        if k_scales is not None:
+            scores = scores * k_scales[:, :, None]
+        scores = jnp.where(seen, capped(scores, soft_cap), MASKED)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         probs = jnp.where(seen, jnp.exp(scores - new_top), 0.0)
         held = (position <= jnp.max(last, axis=2, keepdims=True))[:, :, 0, :, None]  # past it lie others' leftovers
         v = jnp.where(held, v, 0).astype(q.dtype)
-        values = jnp.einsum("rkgc,rkch->rkgh", probs.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        weights = probs if v_scales is None else jnp.where(seen, probs * v_scales[:, :, None], 0.0)
+        values = jnp.einsum("rkgc,rkch->rkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         keep = jnp.exp(top - new_top)
         return new_top, total * keep + probs.sum(-1, keepdims=True), acc * keep + values
 
     shape = (rows, kv_heads, group)
-    start = (jnp.full((*shape, 1), MASKED), jnp.zeros((*shape, 1)), jnp.zeros((*shape, width)))
+    top, total = jnp.full((*shape, 1), MASKED), jnp.zeros((*shape, 1))
+    if sink is not None:
+        top, total = sink[..., None], jnp.ones((*shape, 1))
+    start = (top, total, jnp.zeros((*shape, width)))
     _, total, acc = jax.lax.fori_loop(begin // block, (end + block - 1) // block, turn, start)
     return acc / jnp.where(total == 0.0, 1.0, total)
 
 
 def _take_rows(pages, indices):
-    """Rows of [P, K, S, H] seen as [P * K, S * H]: one contiguous copy an index, without jnp's bounds handling."""
-    pool, kv_heads, page_size, width = pages.shape
+    """Rows of an array [rows, n] by int32 index: one contiguous copy each, without jnp's bounds handling."""
     dimensions = jax.lax.GatherDimensionNumbers(
         offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
-    return jax.lax.gather(
-        pages.reshape(pool * kv_heads, page_size * width), indices[:, None], dimensions, (1, page_size * width),
-        mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    return jax.lax.gather(pages, indices[:, None], dimensions, (1, pages.shape[1]),
+                          mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
-def _take_pages(pages, indices):
-    """Whole pages of [P, K, S, H] by int32 index [W] -> [W, K, S, H]: one contiguous copy each."""
-    rows = _take_rows(pages.reshape(pages.shape[0], 1, -1, 1), indices)
-    # Kept two-dimensional: fused with its reshape, a gather computes indices for every element.
-    return jax.lax.optimization_barrier(rows).reshape(-1, *pages.shape[1:])
+def _take_pages(pages: Pages, indices, dtype):
+    """Whole pages by int32 index [W] -> ([W, K, S, H], scales [W, K, S] or None): one contiguous copy each."""
+
+    def take(x):
+        # Kept two-dimensional: fused with its reshape, a gather computes indices for every element.
+        rows = jax.lax.optimization_barrier(_take_rows(x.reshape(x.shape[0], -1), indices))
+        return rows.reshape(-1, *x.shape[1:])
+
+    if pages.scales is None:
+        return take(pages.data), None
+    return take(pages.data).astype(dtype), take(pages.scales)
+
+
+def _take_blocks(pages: Pages, indices, shape, dtype):
+    """Parts of pages that belong to one head, by index into [P * K] -> (shape, scales or None)."""
+    pool, kv_heads, page_size, width = pages.data.shape
+    data = _take_rows(pages.data.reshape(pool * kv_heads, page_size * width), indices).reshape(shape)
+    if pages.scales is None:
+        return data, None
+    scales = _take_rows(pages.scales.reshape(pool * kv_heads, page_size), indices).reshape(shape[:-1])
+    return data.astype(dtype), scales
 
 
 def _pad_columns(page_table, multiple):

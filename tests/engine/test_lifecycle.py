@@ -10,6 +10,7 @@ from jinfer import LLM, SamplingParams
 from jinfer.config import EngineConfig
 from jinfer.engine.engine import Engine
 from jinfer.errors import JinferError, RequestError
+from pallas_kernels import Pages
 from tests.engines import DATA, SMALL, drain, one, run
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -64,7 +65,7 @@ def test_prompt_scores_that_are_no_numbers_fail_their_request_alone(engines, ind
     while not (request := next(r for r in engine._by_request if r.id == ids[index])).pages:
         earlier += engine.step()
     runner = engine._runner
-    runner.kv = runner.kv._replace(v=runner.kv.v.at[request.pages[0], :, 0].set(np.nan))
+    runner.kv = runner.kv._replace(v=Pages(runner.kv.v.data.at[request.pages[0], :, 0].set(np.nan)))
     if request.computed < 16:  # its first chunk has not been dispatched, and would write over it
         pytest.fail("the test does not test anything")
     outputs, _ = drain(engine, earlier)

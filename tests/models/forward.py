@@ -12,6 +12,7 @@ from jinfer.models.parameter import Precision
 from jinfer.models.rope import cos_sin
 from jinfer.sharding import Layout
 from jinfer.weights.place import check_names, place
+from pallas_kernels import Pages
 
 PAGE = 16
 
@@ -32,9 +33,9 @@ def forward(config: ModelConfig, reader, ids: list[int], *, dtype: str = "float3
     @jax.jit
     def run(weights, tokens):
         shape = (config.num_layers * (pages + 1), layout.kv_heads(config), PAGE, config.head_dim)
-        kv = KVPages(*(jnp.zeros(shape, precision.activation_dtype) for _ in range(2)))
+        kv = KVPages(*(Pages.zeros(*shape, precision.activation_dtype) for _ in range(2)))
         cos, sin = cos_sin(config.rope, config.head_dim, positions, jnp.full(count, count, jnp.int32))
-        step = StepContext(cos, sin, 1 + positions // PAGE, positions % PAGE, jnp.arange(1, pages + 1, dtype=jnp.int32)[None],
+        step = StepContext(cos, sin, jnp.arange(1, pages + 1, dtype=jnp.int32)[None],
                            jnp.array([0, count], jnp.int32), jnp.array([count], jnp.int32))
         model = nnx.merge(graph, jax.tree.unflatten(treedef, weights))
         hidden, _ = model(tokens, kv, step, decode=False)

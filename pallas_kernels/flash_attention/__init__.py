@@ -1,0 +1,1 @@
+"""Attention of packed whole sequences over their own keys and values."""

@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels.options import check_options
-from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention import reference, tpu
 from pallas_kernels.pages import Pages, check_pages, check_sequences
 from pallas_kernels.platform import Implementation, choose
 
@@ -56,9 +56,11 @@ def paged_attention(
         raise ValueError(f"q {q.shape} does not fit pages [P, K, S, H] {pool}; want [T, N, H], N a multiple of K")
     check_options(q, window=window, soft_cap=soft_cap, sinks=sinks)
     check_sequences(page_table, query_starts, kv_lengths, first_page, q.shape[0], decode)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "first_page": first_page}
+    arguments = (q, k_pages, v_pages, page_table, query_starts, kv_lengths)
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "first_page": first_page,
+               "decode": decode}
     match choose(implementation):
-        case _ if decode:
-            return reference.decode_attention(q, k_pages, v_pages, page_table, kv_lengths, **options)
+        case "tpu":
+            return tpu.paged_attention(*arguments, **options)
         case _:
-            return reference.chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, **options)
+            return reference.paged_attention(*arguments, **options)

@@ -17,6 +17,13 @@ CHUNK_QUERIES = 128  # queries of one tile
 CHUNK_BLOCK = 256  # positions a loop turn, chunks
 
 
+def paged_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, *, decode, **options):
+    """See api.paged_attention."""
+    if decode:
+        return decode_attention(q, k_pages, v_pages, page_table, kv_lengths, **options)
+    return chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, **options)
+
+
 def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, window, soft_cap, sinks, first_page):
     """One query a row: q [R, N, H], page_table [R, M], kv_lengths [R] -> [R, N, H].
 

@@ -1,12 +1,12 @@
 """Block sizes of the TPU kernel: an estimate that always fits, improved by a table."""
 
 import dataclasses
-import math
 
 from pallas_kernels.chips import Chip
 
 LANES, SUBLANES = 128, 8
 VMEM_SHARE = 0.5  # of the chip's; the rest is the compiler's for values that do not stay in registers
+POSITIONS = 512  # of a block: products long enough to hide their latencies, fetches long enough to hide theirs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -14,8 +14,8 @@ class Sizes:
     """The static sizes of a call.
 
     Attributes:
-      heads, kv_heads, head_dim, page_size: N, K, H, S. queries: TQ, tokens of a tile (1 in decode).
-      pages: pages of a block. depth: blocks in flight or in use. splits: parts a row's context is cut into.
+      heads, kv_heads, head_dim, page_size: N, K, H, S. queries: TQ, of a window; 1 in decode.
+      pages: of a block. depth: blocks in flight or in use. splits: parts a row's context is cut into.
     """
 
     heads: int
@@ -33,68 +33,68 @@ class Sizes:
 
     @property
     def group(self) -> int:
-        """G: query heads of a kv head."""
-        return self.heads // self.kv_heads
+        """G: query heads of a kv head; in decode padded to whole sublanes."""
+        group = self.heads // self.kv_heads
+        return up(group, SUBLANES) if self.decode else group
 
     @property
     def rows(self) -> int:
-        """Query rows of a kv head in a tile, ordered (head of the group, token); in decode G padded to sublanes."""
-        return up(self.group, SUBLANES) if self.decode else self.group * self.queries
+        """Query rows of a kv head in a window, ordered (head of the group, token)."""
+        return self.group * self.queries
 
     @property
-    def padded_heads(self) -> int:
-        """Rows a token has in the kernel's layout of q and of the output."""
-        return self.kv_heads * self.rows if self.decode else up(self.heads, SUBLANES)
+    def tile(self) -> tuple[int, ...]:
+        """Shape of a window's queries and results."""
+        return (self.kv_heads, self.group, *(() if self.decode else (self.queries,)), self.head_dim)
 
     @property
     def positions(self) -> int:
         """C: positions of a block."""
         return self.pages * self.page_size
 
-    def vmem(self, k_bytes: int, v_bytes: int) -> int:
-        """Bytes of scratch, and of the largest values, for pools of these bytes an element."""
-        width = up(self.head_dim, LANES)
-        tile = self.queries * self.padded_heads * width * 4
-        states = self.kv_heads * self.rows * (width + 2 * LANES) * 4
-        block = self.kv_heads * self.positions * width
-        scores = self.rows * self.positions * 4
-        return ((self.depth + 2) * tile + self.kv_heads * self.rows * width * 4 + states
-                + self.depth * block * (k_bytes + v_bytes) + 4 * scores + 4 * self.positions * width * 4)
+    def vmem(self, q_bytes: int, k_bytes: int, v_bytes: int) -> int:
+        """Bytes of scratch, and of the largest values, for q and pools of these bytes an element."""
+        lines = self.kv_heads * self.rows
+        tile = up(lines, SUBLANES) * self.head_dim * q_bytes
+        states = lines * (self.head_dim + 2 * LANES) * 4
+        block = self.kv_heads * self.positions * self.head_dim
+        values = 4 * self.rows * self.positions * 4 + 2 * self.positions * self.head_dim * 4
+        return (self.depth + 2) * tile + states + self.depth * block * (k_bytes + v_bytes) + values
 
 
 def choose(*, heads: int, kv_heads: int, head_dim: int, page_size: int, table_width: int, tokens: int | None,
-           k_bytes: int, v_bytes: int, chip: Chip, tuned: dict[str, int]) -> Sizes:
+           bytes_each: tuple[int, int, int], chip: Chip, tuned: dict[str, int]) -> Sizes:
     """Sizes that fit the chip's VMEM.
 
     Args:
-      table_width: M. tokens: T of ragged chunks, None in decode. k_bytes, v_bytes: of an element of the pools.
-      tuned: what a table says; keys are fields of Sizes. Dropped where it would not fit.
+      table_width: M. tokens: T of ragged chunks, None in decode. bytes_each: of an element of q, k_pages, v_pages.
+      tuned: what a table says, names of Sizes' fields; dropped where it would not fit.
     """
     budget = int(chip.vmem * VMEM_SHARE)
-    queries = 1 if tokens is None else min(128, up(tokens, 16))
-    wanted = 512 if tokens is None else 512
 
-    def sizes(queries: int, pages: int, depth: int) -> Sizes:
-        return Sizes(heads, kv_heads, head_dim, page_size, queries, max(1, min(pages, table_width)), depth, chip.cores)
+    def sizes(queries: int, positions: int, depth: int) -> Sizes:
+        pages = max(1, min(positions // page_size, table_width))
+        return Sizes(heads, kv_heads, head_dim, page_size, queries, pages, depth, chip.cores)
 
-    if tuned:
-        entry = dataclasses.replace(sizes(queries, math.ceil(wanted / page_size), 3), **tuned)
-        if entry.vmem(k_bytes, v_bytes) <= budget:
-            return entry
-    depth = 4 if tokens is None else 2
-    while True:
-        found = sizes(queries, max(1, wanted // page_size), depth)
-        if found.vmem(k_bytes, v_bytes) <= budget:
-            return found
-        if wanted > max(page_size, 128):
-            wanted //= 2
+    def fits(found: Sizes) -> bool:
+        return found.vmem(*bytes_each) <= budget
+
+    # Four blocks in decode: a block is short there, and a fetch takes a microsecond to begin.
+    queries, positions, depth = (1, POSITIONS, 4) if tokens is None else (min(128, up(tokens, 16)), POSITIONS, 2)
+    entry = dataclasses.replace(sizes(queries, positions, depth), **tuned)
+    if tuned and fits(entry):
+        return entry
+    while not fits(found := sizes(queries, positions, depth)):
+        if positions > max(page_size, LANES):
+            positions //= 2
         elif queries > 16:
-            queries //= 2
+            queries = max(16, queries // 2)
         elif depth > 2:
             depth -= 1
         else:
             raise ValueError(f"paged_attention: {heads} query heads, {kv_heads} kv heads of {head_dim} and pages of "
-                             f"{page_size} need {found.vmem(k_bytes, v_bytes)} bytes of VMEM, {budget} may be used")
+                             f"{page_size} need {found.vmem(*bytes_each)} bytes of VMEM, {budget} may be used")
+    return found
 
 
 def up(value: int, multiple: int) -> int:

@@ -198,7 +198,7 @@ def _take_pages(pages: Pages, indices, dtype):
 
     if pages.scales is None:
         return take(pages.data), None
-    return take(pages.data).astype(dtype), take(pages.scales)
+    return take(pages.data).astype(dtype), take(pages.scales)[:, :, : pages.data.shape[2]]
 
 
 def _take_blocks(pages: Pages, indices, shape, dtype):
@@ -207,7 +207,7 @@ def _take_blocks(pages: Pages, indices, shape, dtype):
     data = _take_rows(pages.data.reshape(pool * kv_heads, page_size * width), indices).reshape(shape)
     if pages.scales is None:
         return data, None
-    scales = _take_rows(pages.scales.reshape(pool * kv_heads, page_size), indices).reshape(shape[:-1])
+    scales = _take_rows(pages.scales.reshape(pool * kv_heads, -1), indices)[:, :page_size].reshape(shape[:-1])
     return data.astype(dtype), scales
 
 

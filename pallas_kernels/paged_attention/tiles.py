@@ -1,4 +1,4 @@
-"""The work list of a call: tiles of queries, each with the pages it sees. Integers only, no page numbers of a layer,
+"""The work list of a call: tiles of queries, each with the pages it sees. Integers only and no page numbers of a layer,
 so that XLA computes it once for all layers."""
 
 from typing import NamedTuple
@@ -8,48 +8,69 @@ import jax.numpy as jnp
 
 
 class Tiles(NamedTuple):
-    """Up to NT tiles of at most TQ consecutive queries of one sequence; those with work come first.
+    """A tile is the queries one sequence has in a window of TQ; those with work come first. NT tiles at most.
 
-    steps: [1] int32, blocks to walk in all. Each [NT] int32: row, its sequence; begin, its first query; position, of that query in the
-    sequence; end, positions before it are seen; page, the first entry of the page table it needs; blocks, how many.
+    Attributes:
+      steps: [1] int32, blocks of pages to walk in all.
+      row: [NT] int32, the sequence. window: [NT + 1], where the queries lie; in chunks ascending, several tiles of one
+        window in turn, the last entry past all. origin: [NT], position of the window's first query, were it the
+        sequence's. low, high: [NT], the sequence's own queries of the window. page: [NT], the first entry of the page
+        table that is seen. blocks: [NT], blocks a split has to walk.
     """
 
     steps: jax.Array
     row: jax.Array
-    begin: jax.Array
-    position: jax.Array
-    end: jax.Array
+    window: jax.Array
+    origin: jax.Array
+    low: jax.Array
+    high: jax.Array
     page: jax.Array
     blocks: jax.Array
 
 
-def decode_tiles(kv_lengths: jax.Array, *, page_size: int, block_pages: int, splits: int, window: int | None) -> Tiles:
-    """A tile for each row that holds anything: kv_lengths [Q] int32, NT = Q."""
+class Walk(NamedTuple):
+    """How pages are walked: S, pages of a block, splits of a context, sliding window of the model."""
+
+    page_size: int
+    block_pages: int
+    splits: int
+    window: int | None
+
+
+def decode_tiles(kv_lengths: jax.Array, walk: Walk) -> Tiles:
+    """A tile for each row that holds anything: kv_lengths [Q] int32, NT = Q, TQ = 1."""
     used = kv_lengths > 0
     row = jnp.argsort(~used, stable=True).astype(jnp.int32)
-    end = kv_lengths[row]
-    return _tiles(used[row], row, row, end - 1, end, page_size, block_pages, splits, window)
+    zeros = jnp.zeros_like(row)
+    return _tiles(used[row], row, row, kv_lengths[row] - 1, zeros, zeros + 1, walk)
 
 
-def chunk_tiles(query_starts: jax.Array, kv_lengths: jax.Array, tokens: int, *, queries: int, page_size: int,
-                block_pages: int, splits: int, window: int | None) -> Tiles:
-    """Tiles in ascending order of their queries: query_starts [Q + 1], kv_lengths [Q] int32, NT = T // TQ + Q."""
+def chunk_tiles(query_starts: jax.Array, kv_lengths: jax.Array, tokens: int, queries: int, walk: Walk) -> Tiles:
+    """Tiles in ascending order of their queries: query_starts [Q + 1], kv_lengths [Q] int32, T = `tokens`, TQ = `queries`.
+
+    NT is the number of windows and of sequences together: each sequence but the first adds a tile where it shares a window.
+    """
     sequences = kv_lengths.shape[0]
-    counts = query_starts[1:] - query_starts[:-1]
-    ends = jnp.cumsum((counts + queries - 1) // queries, dtype=jnp.int32)
-    index = jnp.arange(tokens // queries + sequences, dtype=jnp.int32)
+    starts, stops = query_starts[:-1], query_starts[1:]
+    first = starts // queries
+    counts = jnp.where(stops > starts, (stops - 1) // queries - first + 1, 0)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    index = jnp.arange(-(-tokens // queries) + sequences, dtype=jnp.int32)
     # A comparison with all ends instead of a search, which XLA would make a loop.
     row = jnp.minimum(jnp.sum(ends[None] <= index[:, None], axis=1, dtype=jnp.int32), sequences - 1)
-    before = (index - (ends[row] - (counts[row] + queries - 1) // queries)) * queries  # queries of the row before
-    position = kv_lengths[row] - counts[row] + before
-    end = position + jnp.minimum(counts[row] - before, queries)
-    return _tiles(index < ends[-1], row, query_starts[row] + before, position, end, page_size, block_pages, splits, window)
+    window = first[row] + index - (ends - counts)[row]
+    begin = window * queries
+    low = jnp.maximum(starts[row] - begin, 0)
+    high = jnp.minimum(stops[row] - begin, queries)
+    origin = kv_lengths[row] - stops[row] + begin
+    return _tiles(index < ends[-1], row, window, origin, low, high, walk)
 
 
-def _tiles(valid, row, begin, position, end, page_size, block_pages, splits, window) -> Tiles:
-    first = jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)
-    page = first // page_size
-    pages = (end + page_size - 1) // page_size - page
-    blocks = (pages + block_pages * splits - 1) // (block_pages * splits)  # of each split
-    blocks = jnp.where(valid, blocks, 0)
-    return Tiles(jnp.sum(blocks, dtype=jnp.int32)[None], row, begin, position, end, page, blocks)
+def _tiles(valid, row, window, origin, low, high, walk: Walk) -> Tiles:
+    size, block_pages, splits, reach = walk
+    first = jnp.zeros_like(origin) if reach is None else jnp.maximum(origin + low - reach + 1, 0)
+    page = first // size
+    pages = (origin + high + size - 1) // size - page
+    blocks = jnp.where(valid, (pages + block_pages * splits - 1) // (block_pages * splits), 0)
+    window = jnp.append(jnp.where(valid, window, -1), jnp.int32(-1))
+    return Tiles(jnp.sum(blocks, dtype=jnp.int32)[None], row, window, origin, low, high, page, blocks)

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 
 
 class Tiles(NamedTuple):
-    """A tile is the queries one sequence has in a window of TQ; those with work come first. NT tiles at most.
+    """A tile is the queries one sequence has in a window of TQ; those with work come first. NT tiles at most, and one
+    entry more, past them all: a walk that looks ahead may rest there.
 
     Attributes:
       steps: [1] int32, blocks of pages to walk in all.
-      row: [NT] int32, the sequence. window: [NT + 1], where the queries lie; in chunks ascending, several tiles of one
-        window in turn, the last entry past all. origin: [NT], position of the window's first query, were it the
-        sequence's. low, high: [NT], the sequence's own queries of the window. page: [NT], the first entry of the page
-        table that is seen. blocks: [NT], blocks a split has to walk.
+      row: [NT + 1] int32 like all that follow, the sequence. window: where the queries lie; in chunks ascending, several
+        tiles of one window in turn. origin: position of the window's first query, were it the sequence's. low, high: the
+        sequence's own queries of the window. page: the first entry of the page table that is seen. blocks: how many a
+        split has to walk.
     """
 
     steps: jax.Array
@@ -72,5 +73,6 @@ def _tiles(valid, row, window, origin, low, high, walk: Walk) -> Tiles:
     page = first // size
     pages = (origin + high + size - 1) // size - page
     blocks = jnp.where(valid, (pages + block_pages * splits - 1) // (block_pages * splits), 0)
-    window = jnp.append(jnp.where(valid, window, -1), jnp.int32(-1))
-    return Tiles(jnp.sum(blocks, dtype=jnp.int32)[None], row, window, origin, low, high, page, blocks)
+    window = jnp.where(valid, window, -1)
+    ended = (jnp.pad(x, (0, 1), constant_values=-1) for x in (row, window, origin, low, high, page, blocks))
+    return Tiles(jnp.sum(blocks, dtype=jnp.int32)[None], *ended)

@@ -25,6 +25,8 @@ def paged_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, *
     k_pages, v_pages = (dequantize(pages)[..., : q.shape[2]] for pages in (k_pages, v_pages))
     out = np.zeros(q.shape)
     for row, length in enumerate(kv_lengths):
+        if length == 0:  # an unused row, which in decode has a query all the same
+            continue
         pages = np.asarray(page_table[row]) + int(first_page or 0)
         k = np.concatenate([k_pages[p] for p in pages], axis=1)[:, :length]  # [K, length, H]
         v = np.concatenate([v_pages[p] for p in pages], axis=1)[:, :length]

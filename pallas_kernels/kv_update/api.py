@@ -27,7 +27,8 @@ def kv_update(
 
     Args:
       k_pages, v_pages: pools [P, K, S, H]; new values are converted to their formats.
-      k, v: [T, K, H] float, widened with zeros to the pool's H; tokens past query_starts[Q] are padding and change no page but the null page.
+      k, v: [T, K, H] float, widened with zeros to the pool's H; tokens past query_starts[Q] are padding and change no
+        page but the null page.
       page_table: [Q, M] int32; entry j of a row holds positions j * S : (j + 1) * S. No two tokens share a position.
       query_starts: [Q + 1] int32, non-decreasing, the first is 0.
       kv_lengths: [Q] int32, the new tokens included; 0 for an unused row.

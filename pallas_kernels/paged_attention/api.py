@@ -1,5 +1,7 @@
 """paged_attention: the one public function."""
 
+from typing import Any
+
 import jax
 
 from pallas_kernels.options import check_options
@@ -59,7 +61,7 @@ def paged_attention(
     check_sequences(page_table, query_starts, kv_lengths, first_page, q.shape[0], decode)
     head_dim = q.shape[2]
     arguments = (widen(q, pool[3]), k_pages, v_pages, page_table, query_starts, kv_lengths)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "first_page": first_page,
+    options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "first_page": first_page,
                "decode": decode}
     match choose(implementation):
         case "tpu":

@@ -13,10 +13,10 @@ class Tiles(NamedTuple):
 
     Attributes:
       steps: [1] int32, blocks of pages to walk in all.
-      row: [NT + 1] int32 like all that follow, the sequence. window: where the queries lie; in chunks ascending, several
-        tiles of one window in turn. origin: position of the window's first query, were it the sequence's. low, high: the
-        sequence's own queries of the window. page: the first entry of the page table that is seen. blocks: how many a
-        split has to walk.
+      row: [NT + 1] int32 like all that follow, the sequence. window: where the queries lie; in chunks ascending,
+        several tiles of one window in turn. origin: position of the window's first query, were it the sequence's. low,
+        high: the sequence's own queries of the window. page: the first entry of the page table that is seen. blocks:
+        how many a split has to walk.
     """
 
     steps: jax.Array
@@ -47,9 +47,9 @@ def decode_tiles(kv_lengths: jax.Array, walk: Walk) -> Tiles:
 
 
 def chunk_tiles(query_starts: jax.Array, kv_lengths: jax.Array, tokens: int, queries: int, walk: Walk) -> Tiles:
-    """Tiles in ascending order of their queries: query_starts [Q + 1], kv_lengths [Q] int32, T = `tokens`, TQ = `queries`.
+    """Tiles in ascending order of their queries: query_starts [Q + 1], kv_lengths [Q] int32; T = tokens, TQ = queries.
 
-    NT is the number of windows and of sequences together: each sequence but the first adds a tile where it shares a window.
+    NT is the number of windows and of sequences together: a sequence that shares a window adds a tile.
     """
     sequences = kv_lengths.shape[0]
     starts, stops = query_starts[:-1], query_starts[1:]

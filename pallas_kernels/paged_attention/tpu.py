@@ -55,8 +55,10 @@ def paged_attention(q, k_pages: Pages, v_pages: Pages, page_table, query_starts,
                  else jnp.repeat(sinks, s.queries, axis=1))
         sinks = jnp.broadcast_to(sinks[..., None], (s.kv_heads, s.rows, LANES))
     first_page = jnp.zeros(1, jnp.int32) if first_page is None else first_page.reshape(1)
-    out = _call(s, Options(window, None if soft_cap is None else soft_cap * LOG2E, compute, page_table.shape[1]), chip.vmem * 9 // 10,
-                (*tiles, page_table.reshape(-1), first_page), rows.astype(compute), sinks, k_pages, v_pages, interpret)
+    options = Options(window, None if soft_cap is None else soft_cap * LOG2E, compute, page_table.shape[1])
+    scalars = (*tiles, page_table.reshape(-1), first_page)
+    out = _call(s, options, chip.vmem * 9 // 10, scalars, rows.astype(compute), sinks,
+                k_pages, v_pages, interpret)
     out = out[:, :, : heads // s.kv_heads] if decode else out.transpose(2, 0, 1, 3)[:tokens]
     # What no tile wrote is uninitialised.
     return jnp.where(real[:, None, None], out.reshape(tokens, heads, width), 0).astype(q.dtype)
@@ -94,8 +96,8 @@ def _call(s: Sizes, options: Options, vmem_limit: int, scalars, q, sinks, k_page
     if s.splits > 1:
         scratch["log"] = pltpu.VMEM((2, *s.tile[:-1], LANES), jnp.float32)
         outputs["log"] = jax.ShapeDtypeStruct((s.splits, *q.shape[:-1], LANES), jnp.float32)
-    pools = {"k": k_pages.data, "v": v_pages.data, "k_scales": k_pages.scales, "v_scales": v_pages.scales}
-    pools = {name: pool for name, pool in pools.items() if pool is not None}
+    kinds = {"k": k_pages.data, "v": v_pages.data, "k_scales": k_pages.scales, "v_scales": v_pages.scales}
+    pools = {name: pool for name, pool in kinds.items() if pool is not None}
     for name, pool in pools.items():
         scratch[name] = pltpu.VMEM((s.depth, s.pages, *pool.shape[1:]), pool.dtype)
     anywhere, whole = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.VMEM)
@@ -106,7 +108,7 @@ def _call(s: Sizes, options: Options, vmem_limit: int, scalars, q, sinks, k_page
             in_specs=[anywhere, None if sinks is None else whole, dict.fromkeys(pools, anywhere)],
             out_specs=dict.fromkeys(outputs, anywhere), scratch_shapes=[scratch]),
         out_shape=outputs, interpret=interpret, name="paged_decode" if s.decode else "paged_chunks",
-        # Page numbers are the host's, checked where they are handed out; a check of each fetch costs more than the fetch.
+        # Page numbers are the host's, checked where they are handed out; a check of each fetch costs more than it.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=vmem_limit,
                                              disable_bounds_checks=True),
     )(*scalars, q, sinks, pools)

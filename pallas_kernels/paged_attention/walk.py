@@ -21,7 +21,7 @@ UNROLLED = 8  # kv heads whose products the compiler may interleave
 
 
 class Options(NamedTuple):
-    """window: of the model. cap: soft cap in base 2, q being in caps. compute: dtype of the products. table_width: M."""
+    """window: of the model. cap: soft cap in base 2, q being in caps. compute: of the products. table_width: M."""
 
     window: int | None
     cap: float | None
@@ -37,11 +37,13 @@ class Cursor(NamedTuple):
     turn: Any
 
 
-def walk_blocks(sizes: Sizes, options: Options, *refs):
-    """The kernel. In scalar memory: Tiles, page table [Q * M], first page [1]; in HBM q, pools and outputs (dicts, as the scratch is);
-    in VMEM sinks [K, rows, 128] or None."""
+def walk_blocks(sizes: Sizes, options: Options, *refs: Any) -> None:
+    """The kernel: fields of Tiles, page table [Q * M] and first page [1] in scalar memory; q in HBM; sinks
+    [K, rows, 128] or None in VMEM; then dicts by name: pools and outputs in HBM, scratch."""
     count = len(Tiles._fields)
-    Walker(sizes, options, Tiles(*refs[:count]), *refs[count:], pl.program_id(0)).run()
+    table, first_page, q, sinks, pools, outputs, scratch = refs[count:]
+    Walker(sizes, options, Tiles(*refs[:count]), table, first_page, q, sinks, pools, outputs, scratch,
+           pl.program_id(0)).run()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -237,10 +239,11 @@ class Walker:
     def accumulate(self, h, at: Cursor, slot, seen) -> None:
         """A block of one kv head joins the tile's state; seen: [rows, C] bool, None where all is."""
         s, state, compute = self.s, self.scratch, self.options.compute
-        exact = {"precision": jax.lax.Precision.HIGHEST} if compute == jnp.float32 else {}
+        precision = jax.lax.Precision.HIGHEST if compute == jnp.float32 else None
         q = state["q"][at.turn % s.depth, h].reshape(s.rows, s.head_dim)
         k, v = (state[name][slot, :, h].reshape(s.positions, s.head_dim).astype(compute) for name in ("k", "v"))
-        scores = jax.lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32, **exact)
+        scores = jax.lax.dot_general(q, k, (((1,), (1,)), ((), ())), precision=precision,
+                                     preferred_element_type=jnp.float32)
         if "k_scales" in state:
             scores = scores * self.scales("k_scales", slot, h)
         if self.options.cap is not None:
@@ -259,7 +262,7 @@ class Walker:
             probs = probs * self.scales("v_scales", slot, h)
             if seen is not None:
                 probs = jnp.where(seen, probs, 0.0)
-        values = jax.lax.dot(probs.astype(compute), v, preferred_element_type=jnp.float32, **exact)
+        values = jnp.dot(probs.astype(compute), v, precision=precision, preferred_element_type=jnp.float32)
         state["acc"][h] = state["acc"][h] * _wide(keep, s.head_dim) + values
 
     def scales(self, name: str, slot, h):

@@ -65,7 +65,7 @@ def kv_update(k_pages, v_pages, k, v, page_table, query_starts, kv_lengths, *, f
 def dequantize(pages):
     """float64 [P, K, S, H] of Pages in any format."""
     data = np.asarray(pages.data.astype("float32"), np.float64)
-    return data if pages.scales is None else data * np.asarray(pages.scales, np.float64)[:, :, : data.shape[2], None]
+    return data if pages.scales is None else data * np.asarray(pages.scales, np.float64)[..., : data.shape[-2], None]
 
 
 def error(got, want):

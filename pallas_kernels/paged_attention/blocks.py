@@ -6,7 +6,9 @@ from pallas_kernels.chips import Chip
 
 LANES, SUBLANES = 128, 8
 VMEM_SHARE = 0.5  # of the chip's; the rest is the compiler's for values that do not stay in registers
-POSITIONS = 512  # of a block: products long enough to hide their latencies, fetches long enough to hide theirs
+POSITIONS = 512  # of a block, at least: products long enough to hide their latencies
+FETCH = 2**19  # bytes of K or V of a block, up to twice POSITIONS: a fetch takes a microsecond to begin
+QUERIES = 128  # of a window, at most
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,12 +64,12 @@ class Sizes:
         return (self.depth + 2) * tile + states + self.depth * block * (k_bytes + v_bytes) + values
 
 
-def choose(*, heads: int, kv_heads: int, head_dim: int, page_size: int, table_width: int, tokens: int | None,
+def choose(*, heads: int, kv_heads: int, head_dim: int, page_size: int, table_width: int, chunk: tuple[int, int] | None,
            bytes_each: tuple[int, int, int], chip: Chip, tuned: dict[str, int]) -> Sizes:
     """Sizes that fit the chip's VMEM.
 
     Args:
-      table_width: M. tokens: T of ragged chunks, None in decode. bytes_each: of an element of q, k_pages, v_pages.
+      table_width: M. chunk: (T, Q) of ragged chunks, None in decode. bytes_each: of an element of q, k_pages, v_pages.
       tuned: what a table says, names of Sizes' fields; dropped where it would not fit.
     """
     budget = int(chip.vmem * VMEM_SHARE)
@@ -79,8 +81,14 @@ def choose(*, heads: int, kv_heads: int, head_dim: int, page_size: int, table_wi
     def fits(found: Sizes) -> bool:
         return found.vmem(*bytes_each) <= budget
 
-    # Four blocks in decode: a block is short there, and a fetch takes a microsecond to begin.
-    queries, positions, depth = (1, POSITIONS, 4) if tokens is None else (min(128, up(tokens, 16)), POSITIONS, 2)
+    if chunk is None:
+        queries, depth = 1, 4
+        positions = POSITIONS * 2 if POSITIONS * kv_heads * head_dim * min(bytes_each[1:]) < FETCH else POSITIONS
+    else:
+        # Wide windows for long chunks; many short ones would share a window and each pay for all of it.
+        tokens, sequences = chunk
+        wanted = power_of_two(max(16, 2 * tokens // sequences))
+        queries, positions, depth = min(QUERIES, up(tokens, 16), wanted), POSITIONS, 2
     entry = dataclasses.replace(sizes(queries, positions, depth), **tuned)
     if tuned and fits(entry):
         return entry
@@ -99,3 +107,8 @@ def choose(*, heads: int, kv_heads: int, head_dim: int, page_size: int, table_wi
 
 def up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def power_of_two(value: int) -> int:
+    """The largest one that is not more."""
+    return 1 << (value.bit_length() - 1)

@@ -34,7 +34,7 @@ def paged_attention(q, k_pages: Pages, v_pages: Pages, page_table, query_starts,
     if 4 * entries > chip.smem * 7 // 8:
         raise ValueError(f"page_table: {page_table.shape} entries do not fit the {chip.smem} bytes of scalar memory; "
                          "fewer rows or larger pages do")
-    s, compute = _sizes(q, k_pages, v_pages, page_table.shape[1], chip, decode)
+    s, compute = _sizes(q, k_pages, v_pages, page_table.shape, chip, decode)
     walk = Walk(s.page_size, s.pages, s.splits, window)
     # Scores in base 2, whose exponential the chip has; those that are capped, in caps.
     unit = scale * LOG2E if soft_cap is None else scale / soft_cap
@@ -64,18 +64,19 @@ def paged_attention(q, k_pages: Pages, v_pages: Pages, page_table, query_starts,
     return jnp.where(real[:, None, None], out.reshape(tokens, heads, width), 0).astype(q.dtype)
 
 
-def _sizes(q, k_pages: Pages, v_pages: Pages, table_width: int, chip, decode: bool) -> tuple[Sizes, Any]:
+def _sizes(q, k_pages: Pages, v_pages: Pages, table: tuple[int, int], chip, decode: bool) -> tuple[Sizes, Any]:
     """Block sizes, and the dtype of the products."""
     tokens, heads, width = q.shape
     _, kv_heads, page_size, _ = k_pages.data.shape
     dtypes = q.dtype, k_pages.data.dtype, v_pages.data.dtype
-    compute = jnp.dtype(jnp.float32 if jnp.float32 in dtypes else jnp.bfloat16)
+    exact = any(x in (jnp.float32, jnp.float16) for x in dtypes)
+    compute = jnp.dtype(jnp.float32 if exact else jnp.bfloat16)
     key = (f"{'decode' if decode else 'chunk'} {' '.join(map(str, dtypes))} heads={heads}/{kv_heads} "
            f"head_dim={width} page={page_size}")
     sizes = choose(
-        heads=heads, kv_heads=kv_heads, head_dim=width, page_size=page_size, table_width=table_width,
-        tokens=None if decode else tokens, bytes_each=(compute.itemsize, dtypes[1].itemsize, dtypes[2].itemsize),
-        chip=chip, tuned=tuned(__file__, key))
+        heads=heads, kv_heads=kv_heads, head_dim=width, page_size=page_size, table_width=table[1],
+        chunk=None if decode else (tokens, table[0]), chip=chip, tuned=tuned(__file__, key),
+        bytes_each=(compute.itemsize, dtypes[1].itemsize, dtypes[2].itemsize))
     return sizes, compute
 
 

@@ -51,6 +51,11 @@ def kv_update(
     check_sequences(page_table, query_starts, kv_lengths, first_page, k.shape[0], decode)
     k, v = widen(k, pool[3]), widen(v, pool[3])
     match choose(implementation):
+        case "gpu":
+            from pallas_kernels.kv_update import gpu
+
+            return gpu.kv_update(
+                k_pages, v_pages, k, v, page_table, query_starts, kv_lengths, first_page=first_page, decode=decode)
         case _:
             return reference.kv_update(
                 k_pages, v_pages, k, v, page_table, query_starts, kv_lengths, first_page=first_page, decode=decode)

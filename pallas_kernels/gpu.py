@@ -7,6 +7,7 @@ wrong on a machine this was never run on (docs/decisions.md).
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -104,6 +105,21 @@ def flat(pages: Pages) -> Pages:
     """Pages of any shape [.., H] as rows: data [R, H], scales [R]."""
     return Pages(pages.data.reshape(-1, pages.data.shape[-1]),
                  None if pages.scales is None else pages.scales.reshape(-1))
+
+
+def reachable(*pools: Pages) -> bool:
+    """Whether the backend's offsets reach all of these pools; says so in a warning where they do not.
+
+    It computes signed 32-bit offsets for arrays of up to 4 GiB and 64-bit ones above (jax 0.11.2 to 0.12.0), so that
+    one-byte elements past the 2**31st would be read from before the array.
+    """
+    for pool in pools:
+        if pool.data.dtype.itemsize == 1 and 2**31 < pool.data.size <= 2**32:
+            warnings.warn(f"{pool.data.dtype} pools of between 2 and 4 GiB (here {pool.data.size} bytes) are beyond "
+                          "the GPU kernels, the slow reference runs instead: choose a smaller or a larger pool",
+                          RuntimeWarning, stacklevel=2)
+            return False
+    return True
 
 
 def _merge(top: jax.Array, total: jax.Array, acc: jax.Array) -> jax.Array:

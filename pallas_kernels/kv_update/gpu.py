@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.gpu import flat
+from pallas_kernels.gpu import flat, reachable
 from pallas_kernels.gpu_blocks import power_of_two
-from pallas_kernels.kv_update.reference import places
+from pallas_kernels.kv_update import reference
 from pallas_kernels.pages import Pages, quantize
 
 PROGRAM_ELEMENTS = 4096  # most elements a program moves at a time
@@ -27,9 +27,12 @@ def kv_update(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, page_t
               query_starts: jax.Array, kv_lengths: jax.Array, *, first_page: jax.Array | None, decode: bool,
               interpret: bool = False) -> tuple[Pages, Pages]:
     """See api.kv_update; padding goes to the null page; interpret runs it on any device."""
+    if not reachable(k_pages, v_pages):
+        return reference.kv_update(k_pages, v_pages, k, v, page_table, query_starts, kv_lengths,
+                                   first_page=first_page, decode=decode)
     tokens, kv_heads, width = k.shape
     page_size = k_pages.data.shape[2]
-    page, offset = places(page_table, query_starts, kv_lengths, tokens, page_size, decode=decode)
+    page, offset = reference.places(page_table, query_starts, kv_lengths, tokens, page_size, decode=decode)
     if first_page is not None:
         page = page + first_page
     pools = k_pages, v_pages

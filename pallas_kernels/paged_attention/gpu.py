@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton
 
 from pallas_kernels.chips import local_chip
-from pallas_kernels.gpu import attend, decode_tiles, ragged_tiles
+from pallas_kernels.gpu import attend, decode_tiles, ragged_tiles, reachable
 from pallas_kernels.gpu_blocks import estimate
+from pallas_kernels.paged_attention import reference
 from pallas_kernels.pages import Pages
 from pallas_kernels.tuning import tuned
 
@@ -23,11 +24,17 @@ def paged_attention(q: jax.Array, k_pages: Pages, v_pages: Pages, page_table: ja
                     sinks: jax.Array | None, first_page: jax.Array | None, decode: bool,
                     interpret: bool = False) -> jax.Array:
     """See api.paged_attention; interpret runs it on any device."""
+    if not reachable(k_pages, v_pages):
+        options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "first_page": first_page}
+        if decode:
+            return reference.decode_attention(q, k_pages, v_pages, page_table, kv_lengths, **options)
+        return reference.chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, **options)
     tokens, heads, width = q.shape
     _, kv_heads, page_size, _ = k_pages.data.shape
     sequences, row_pages = page_table.shape
     formats = k_pages.data.dtype, v_pages.data.dtype
-    key = f"{'decode' if decode else 'chunks'} {q.dtype} {formats[0]} {formats[1]} N{heads} K{kv_heads} H{width}"
+    key = f"{'decode' if decode else 'chunks'} {q.dtype} {formats[0]} {formats[1]}"
+    key += f" N{heads} K{kv_heads} H{width} S{page_size}"
     blocks = estimate(local_chip(), tuned(__file__, key), tokens=tokens, sequences=sequences, decode=decode,
                       longest=row_pages * page_size, group=heads // kv_heads, kv_heads=kv_heads, head_dim=width,
                       dtype=q.dtype, formats=formats)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.gpu_blocks import Blocks
 from pallas_kernels.paged_attention import gpu, reference
+from pallas_kernels.pages import Pages
 from tests.kernels import oracle
 from tests.kernels.cases import BOUND, paged
 
@@ -115,3 +117,19 @@ def test_an_empty_row_gives_zeros_and_a_broken_one_breaks_alone(splits):
     assert not sound[2].any()
     assert np.isnan(broken[1]).all()
     np.testing.assert_array_equal(broken[[0, 2]], sound[[0, 2]])
+
+
+@pytest.mark.parametrize(("pages", "kernels"), [(2**15, 1), (2**16 - 1, 0), (2**16, 0), (2**16 + 1, 1)])
+def test_pools_the_backend_cannot_address_go_to_the_reference(pages, kernels):
+    """One-byte pools of more than 2 and up to 4 GiB."""
+    data = jax.ShapeDtypeStruct((pages, 16, 32, 128), jnp.int8)
+    pool = Pages(data, jax.ShapeDtypeStruct(data.shape[:-1], jnp.float32))
+    q, table = jax.ShapeDtypeStruct((1, 16, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    args = q, pool, pool, table, jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    for decode in (True, False):
+        run = functools.partial(gpu.paged_attention, **Setup(decode).options(None), decode=decode)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", RuntimeWarning)
+            text = str(jax.make_jaxpr(run)(*args))
+        assert text.count("pallas_call[") == kernels
+        assert len(caught) == 1 - kernels

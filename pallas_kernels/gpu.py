@@ -1,9 +1,9 @@
 """Attention of tiles of queries over rows of keys and values on GPUs: what paged and flash attention share.
 
-A Pallas kernel for the Triton backend, chosen by its compiler parameters: loads go through computed addresses, so a
-page table costs nothing extra, every operand that is not held is masked away in the load itself, and the compiler
-pipelines the loop's loads through shared memory. There are no barriers or asynchronous copies of our own to get
-wrong on a machine this was never run on (docs/decisions.md).
+A Pallas kernel for the Triton backend, which its compiler parameters select: loads go through computed addresses, so
+a page table costs nothing extra; what is not held is masked away in the load itself; and the compiler pipelines the
+loop's loads through shared memory, so there are no barriers or asynchronous copies of our own to get wrong. JAX says
+the backend will go in some later version; docs/decisions.md has why it is used all the same.
 """
 
 import functools
@@ -21,20 +21,22 @@ from pallas_kernels.gpu_blocks import Blocks
 from pallas_kernels.options import MASKED, capped
 from pallas_kernels.pages import Pages
 
-# (refs of the places, sequence, kv head) -> (positions [C] int32, which of them are held [C] bool) -> rows [C] int32
-Address = Callable[[Any, jax.Array, jax.Array], Callable[[jax.Array, jax.Array], jax.Array]]
+# (refs of the places, sequence, kv head) -> (positions [C] int32, which of them are held [C] bool)
+#   -> (rows of data [C] int32, rows of scales [C] int32)
+Address = Callable[[Any, jax.Array, jax.Array], Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]]
 
 
 class Tiles(NamedTuple):
     """What each of W tiles holds, [W] int32 each: up to `Blocks.queries` consecutive queries of one sequence.
 
     sequence; begin: its first query's token; queries: how many, 0 for none; end: the position after its last query's.
-    Tokens of no sequence are in tiles as well: their ends are not positive, so they see nothing.
+    Tokens of no sequence are in tiles as well: their ends are not positive, so they see nothing. Where every sequence
+    has one query (decode), tile i is sequence i and token i, and all but the ends are None.
     """
 
-    sequence: jax.Array
-    begin: jax.Array
-    queries: jax.Array
+    sequence: jax.Array | None
+    begin: jax.Array | None
+    queries: jax.Array | None
     end: jax.Array
 
 
@@ -62,12 +64,6 @@ def ragged_tiles(starts: jax.Array, lengths: jax.Array, tokens: int, size: int) 
     return Tiles(jnp.minimum(row, sequences - 1), begins[row] + offset, queries, end)
 
 
-def decode_tiles(lengths: jax.Array) -> Tiles:
-    """A tile a row, its only query the last of the row's lengths [R] int32; empty rows see nothing."""
-    row = np.arange(lengths.shape[0], dtype=np.int32)  # constants: nothing to compute before the kernel
-    return Tiles(jnp.asarray(row), jnp.asarray(row), jnp.asarray(np.ones_like(row)), lengths)
-
-
 def attend(q: jax.Array, k: Pages, v: Pages, tiles: Tiles, places: Any, address: Address, *, blocks: Blocks,
            kv_heads: int, scale: float, window: int | None, soft_cap: float | None, sinks: jax.Array | None,
            name: str, interpret: bool = False) -> jax.Array:
@@ -93,7 +89,7 @@ def attend(q: jax.Array, k: Pages, v: Pages, tiles: Tiles, places: Any, address:
         _kernel, address=address, blocks=blocks, heads=heads, kv_heads=kv_heads, width=width, rows=rows, scale=scale,
         window=window, soft_cap=soft_cap)
     out = pl.pallas_call(
-        kernel, out_shape=outputs, grid=(tiles.begin.shape[0], kv_heads, blocks.splits), name=name,
+        kernel, out_shape=outputs, grid=(tiles.end.shape[0], kv_heads, blocks.splits), name=name,
         interpret=interpret, compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
     )(inputs)
     if blocks.splits > 1:
@@ -107,18 +103,23 @@ def flat(pages: Pages) -> Pages:
                  None if pages.scales is None else pages.scales.reshape(-1))
 
 
-def reachable(*pools: Pages) -> bool:
-    """Whether the backend's offsets reach all of these pools; says so in a warning where they do not.
+def supported(*pools: Pages, interpret: bool) -> bool:
+    """Whether kernels can address these pools and convert their numbers; says so in a warning where not.
 
-    It computes signed 32-bit offsets for arrays of up to 4 GiB and 64-bit ones above (jax 0.11.2 to 0.12.0), so that
-    one-byte elements past the 2**31st would be read from before the array.
+    The backend computes signed 32-bit offsets for arrays of up to 4 GiB and 64-bit ones above (jax 0.11.2 to 0.12.0),
+    so that one-byte elements past the 2**31st would be read from before the array. It knows float8_e4m3fn from
+    compute capability 8.9 on.
     """
-    for pool in pools:
-        if pool.data.dtype.itemsize == 1 and 2**31 < pool.data.size <= 2**32:
-            warnings.warn(f"{pool.data.dtype} pools of between 2 and 4 GiB (here {pool.data.size} bytes) are beyond "
-                          "the GPU kernels, the slow reference runs instead: choose a smaller or a larger pool",
-                          RuntimeWarning, stacklevel=2)
-            return False
+    for data in (pool.data for pool in pools):
+        if data.dtype.itemsize == 1 and 2**31 < data.size <= 2**32:
+            reason = f"a {data.dtype} pool of {data.size} bytes lies between 2 and 4 GiB"
+        elif (not interpret and data.dtype == jnp.float8_e4m3fn
+              and triton.get_gpu_info().compute_capability < 89):
+            reason = f"{data.dtype} needs compute capability 8.9"
+        else:
+            continue
+        warnings.warn(f"{reason}: the slow reference runs instead of the GPU kernel", RuntimeWarning, stacklevel=2)
+        return False
     return True
 
 
@@ -134,7 +135,8 @@ def _kernel(refs: _Inputs, *outputs: Any, address: Address, blocks: Blocks, head
     """One program: a tile's queries, the heads of one kv head folded into its rows, over one split's positions."""
     # The last tiles of a sequence see the most: started first, they do not run alone at the end.
     tile, kv_head, split = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    sequence, begin, queries, end = (ref[tile] for ref in refs.tiles)
+    sequence, begin, queries = (tile, tile, 1) if refs.tiles.begin is None else (ref[tile] for ref in refs.tiles[:3])
+    end = refs.tiles.end[tile]
     start = end - queries  # the first query's position
     group = heads // kv_heads
     index = jnp.arange(blocks.rows, dtype=jnp.int32)
@@ -207,15 +209,16 @@ def step(carry: tuple[jax.Array, ...], q: jax.Array, k: jax.Array, v: jax.Array,
     return new_top, total, acc * keep[:, None] + _dot(weights.astype(v.dtype), v)
 
 
-def _load(pages: Any, places: jax.Array, lane: jax.Array, held: jax.Array,
+def _load(pages: Any, places: tuple[jax.Array, jax.Array], lane: jax.Array, held: jax.Array,
           block_mask: Callable[[jax.Array], jax.Array], dtype: jax.typing.DTypeLike,
           ) -> tuple[jax.Array, jax.Array | None]:
     """Rows of keys or values [C, H] in `dtype` and their scales [C]; zeros where not held."""
+    rows, scale_rows = places
     zero = np.zeros((), pages.data.dtype)[()]  # of the pool's own type: the backend casts no integer to float8
-    data = triton.load(pages.data.at[places[:, None], lane[None]], mask=block_mask(held), other=zero)
+    data = triton.load(pages.data.at[rows[:, None], lane[None]], mask=block_mask(held), other=zero)
     if pages.scales is None:
         return data.astype(dtype), None
-    return data.astype(dtype), triton.load(pages.scales.at[places], mask=held, other=0.0)
+    return data.astype(dtype), triton.load(pages.scales.at[scale_rows], mask=held, other=0.0)
 
 
 def _dot(a: jax.Array, b: jax.Array, *, transposed: bool = False) -> jax.Array:

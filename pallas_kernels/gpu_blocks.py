@@ -42,6 +42,15 @@ def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
+def shared_memory(rows: int, width: int, positions: int, stages: int, dtype: jax.typing.DTypeLike,
+                  formats: tuple[jax.typing.DTypeLike, ...]) -> int:
+    """Bytes a program takes at most, q in `dtype`, keys and values in `formats`."""
+    held = sum(jnp.dtype(f).itemsize for f in formats) * width * positions * stages
+    # What the dots read: q, the probabilities, and a turn converted to q's dtype.
+    converted = sum(width * positions for f in formats if jnp.dtype(f) != jnp.dtype(dtype))
+    return held + jnp.dtype(dtype).itemsize * (rows * width + rows * positions + converted)
+
+
 def estimate(chip: Chip, tuned: dict[str, int], *, tokens: int, sequences: int, decode: bool, longest: int,
              group: int, kv_heads: int, head_dim: int, dtype: jax.typing.DTypeLike,
              formats: tuple[jax.typing.DTypeLike, ...]) -> Blocks:
@@ -64,18 +73,16 @@ def estimate(chip: Chip, tuned: dict[str, int], *, tokens: int, sequences: int, 
     positions = tuned.get("positions", min(limit, max(16, TURN_BYTES // (width * item))))
     stages = tuned.get("stages", 3)
 
-    def shared(positions: int, stages: int) -> int:
-        held = sum(jnp.dtype(f).itemsize for f in formats) * width * positions * stages
-        # What the dots read: q, a turn converted to q's dtype, the probabilities.
-        return held + item * (rows * width + 2 * width * positions + rows * positions)
-
-    while shared(positions, stages) > chip.vmem:
+    while shared_memory(queries * lanes, width, positions, stages, dtype, formats) > chip.vmem:
         if stages > 2:
             stages -= 1
         elif positions > 16:
             positions //= 2
+        elif queries > 1 and queries * lanes > LEAST_ROWS:
+            queries //= 2
         else:
             break
+    rows = queries * lanes
     tiles = tokens if decode else (tokens + (sequences + 1) * (queries - 1)) // queries
     # Enough programs for every multiprocessor to hold several; a split of few turns is not worth its merge.
     splits = min(-(-4 * chip.cores // (tiles * kv_heads)), longest // (4 * positions))

@@ -51,7 +51,7 @@ def flash_attention(
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     match choose(implementation):
         case "gpu":
-            from pallas_kernels.flash_attention import gpu
+            from pallas_kernels.flash_attention import gpu  # here: not every jaxlib has Triton
 
             return gpu.flash_attention(q, k, v, starts, **options)
         case _:

@@ -22,7 +22,12 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array,
 
     def address(starts, sequence, kv_head):
         begin = starts[sequence]
-        return lambda position, held: (begin + position) * kv_heads + kv_head
+
+        def find(position, held):
+            row = (begin + position) * kv_heads + kv_head
+            return row, row
+
+        return find
 
     return attend(q, Pages(k), Pages(v), tiles, starts, address, blocks=blocks, kv_heads=kv_heads, scale=scale,
                   window=window, soft_cap=soft_cap, sinks=sinks, name="flash_attention", interpret=interpret)

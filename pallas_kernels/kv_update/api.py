@@ -52,7 +52,7 @@ def kv_update(
     k, v = widen(k, pool[3]), widen(v, pool[3])
     match choose(implementation):
         case "gpu":
-            from pallas_kernels.kv_update import gpu
+            from pallas_kernels.kv_update import gpu  # here: not every jaxlib has Triton
 
             return gpu.kv_update(
                 k_pages, v_pages, k, v, page_table, query_starts, kv_lengths, first_page=first_page, decode=decode)

@@ -67,7 +67,7 @@ def paged_attention(
         case "tpu":
             return tpu.paged_attention(*arguments, **options)[..., :head_dim]
         case "gpu":
-            from pallas_kernels.paged_attention import gpu
+            from pallas_kernels.paged_attention import gpu  # here: not every jaxlib has Triton
 
             return gpu.paged_attention(*arguments, **options)[..., :head_dim]
         case _:

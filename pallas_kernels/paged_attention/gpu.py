@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton
 
 from pallas_kernels.chips import local_chip
-from pallas_kernels.gpu import attend, decode_tiles, ragged_tiles, reachable
+from pallas_kernels.gpu import Tiles, attend, ragged_tiles, supported
 from pallas_kernels.gpu_blocks import estimate
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.pages import Pages
@@ -24,11 +24,10 @@ def paged_attention(q: jax.Array, k_pages: Pages, v_pages: Pages, page_table: ja
                     sinks: jax.Array | None, first_page: jax.Array | None, decode: bool,
                     interpret: bool = False) -> jax.Array:
     """See api.paged_attention; interpret runs it on any device."""
-    if not reachable(k_pages, v_pages):
-        options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "first_page": first_page}
-        if decode:
-            return reference.decode_attention(q, k_pages, v_pages, page_table, kv_lengths, **options)
-        return reference.chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, **options)
+    if not supported(k_pages, v_pages, interpret=interpret):
+        return reference.paged_attention(
+            q, k_pages, v_pages, page_table, query_starts, kv_lengths, scale=scale, window=window, soft_cap=soft_cap,
+            sinks=sinks, first_page=first_page, decode=decode)
     tokens, heads, width = q.shape
     _, kv_heads, page_size, _ = k_pages.data.shape
     sequences, row_pages = page_table.shape
@@ -38,7 +37,12 @@ def paged_attention(q: jax.Array, k_pages: Pages, v_pages: Pages, page_table: ja
     blocks = estimate(local_chip(), tuned(__file__, key), tokens=tokens, sequences=sequences, decode=decode,
                       longest=row_pages * page_size, group=heads // kv_heads, kv_heads=kv_heads, head_dim=width,
                       dtype=q.dtype, formats=formats)
-    tiles = decode_tiles(kv_lengths) if decode else ragged_tiles(query_starts, kv_lengths, tokens, blocks.queries)
+    if decode:
+        tiles = Tiles(None, None, None, kv_lengths)
+    else:
+        tiles = ragged_tiles(query_starts, kv_lengths, tokens, blocks.queries)
+
+    scale_size = next((p.scales.shape[2] for p in (k_pages, v_pages) if p.scales is not None), page_size)
 
     def address(places, sequence, kv_head):
         first = jnp.int32(0) if places.first_page is None else places.first_page[0]
@@ -46,7 +50,8 @@ def paged_attention(q: jax.Array, k_pages: Pages, v_pages: Pages, page_table: ja
         def find(position, held):
             entry = sequence * row_pages + jax.lax.div(position, page_size)
             page = first + triton.load(places.page_table.at[entry], mask=held, other=0)
-            return (page * kv_heads + kv_head) * page_size + jax.lax.rem(position, page_size)
+            block, offset = page * kv_heads + kv_head, jax.lax.rem(position, page_size)
+            return block * page_size + offset, block * scale_size + offset
 
         return find
 

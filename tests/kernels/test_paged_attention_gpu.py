@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import Pages, paged_attention
 from pallas_kernels.gpu_blocks import Blocks
-from pallas_kernels.paged_attention import gpu, reference
-from pallas_kernels.pages import Pages
+from pallas_kernels.paged_attention import gpu
+from pallas_kernels.pages import widen
 from tests.kernels import oracle
 from tests.kernels.cases import BOUND, paged
 
@@ -30,11 +31,12 @@ class Setup:
     soft_cap: float | None = None
     sinks: bool = False
     splits: int = 1
+    lanes: int = 1
 
     def case(self, seed, starts, chunks=(1, 1, 1), tokens=3):
         return paged(np.random.default_rng(seed), starts, chunks, heads=self.heads[0], kv_heads=self.heads[1],
                      dtype=self.dtype, k_format=self.formats[0], v_format=self.formats[1], tokens=tokens,
-                     first_page=3)
+                     first_page=3, lanes=self.lanes)
 
     def blocks(self):
         """Small enough that a few tokens need several tiles, turns and splits."""
@@ -49,15 +51,19 @@ class Setup:
 
 @functools.cache
 def kernel(setup):
-    return jax.jit(lambda case, sinks: gpu.paged_attention(
-        *case, **setup.options(sinks), decode=setup.decode, interpret=True))
+    def run(case, sinks):
+        q, k_pages, *rest = case
+        wide = widen(q, k_pages.data.shape[3])
+        out = gpu.paged_attention(wide, k_pages, *rest, **setup.options(sinks), decode=setup.decode, interpret=True)
+        return out[..., : q.shape[2]]
+
+    return jax.jit(run)
 
 
 @functools.cache
 def plain(setup):
-    if setup.decode:
-        return jax.jit(lambda case, sinks: reference.decode_attention(*case[:4], case[5], **setup.options(sinks)))
-    return jax.jit(lambda case, sinks: reference.chunk_attention(*case, **setup.options(sinks)))
+    return jax.jit(lambda case, sinks: paged_attention(
+        *case, **setup.options(sinks), decode=setup.decode, implementation="reference"))
 
 
 def check(setup, case):
@@ -81,7 +87,7 @@ CHUNKS = st.lists(st.sampled_from([0, 1, 4, 8, 9]), min_size=3, max_size=3)
 
 @pytest.mark.parametrize("setup", [
     Setup(False, heads=(3, 1), window=5, sinks=True),
-    Setup(False, formats=("int8", "int8"), soft_cap=2.0, splits=3),
+    Setup(False, formats=("int8", "int8"), soft_cap=2.0, splits=3, lanes=16),
     Setup(False, dtype="bfloat16", formats=(None, "float8_e4m3fn"), window=1, splits=3),
 ], ids=str)
 @settings(max_examples=6, deadline=None, derandomize=True)

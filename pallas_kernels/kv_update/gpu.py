@@ -15,7 +15,6 @@ from pallas_kernels.kv_update import reference
 from pallas_kernels.pages import LARGEST, Pages
 
 PROGRAM_ELEMENTS = 4096  # most elements a program moves at a time
-ROUNDS = 1.5 * 2**23  # added to a float32 below 2**22 and taken away again, it leaves the nearest (even) integer
 
 
 class _Inputs(NamedTuple):
@@ -98,5 +97,12 @@ def _quantize(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax
     broken = jnp.max(jnp.where(x == x, 0.0, 1.0), axis=1) > 0
     scaled = x * jnp.where(scales > 0, 1.0 / scales, 0.0)[:, None]
     if jnp.dtype(dtype) == jnp.int8:
-        scaled = (scaled + ROUNDS) - ROUNDS
+        scaled = _round(scaled)
     return scaled, jnp.where(broken, jnp.nan, scales)
+
+
+def _round(x: jax.Array) -> jax.Array:
+    """To the nearest integer, halves to the even one (adding and taking away 1.5 * 2**23 may be optimised away)."""
+    up = jnp.floor(x + 0.5)
+    odd = up - 2.0 * jnp.floor(up * 0.5) == 1.0
+    return jnp.where((up - x > 0.5) | ((up - x == 0.5) & odd), up - 1.0, up)

@@ -53,3 +53,10 @@ def test_an_unused_row_writes_only_to_the_null_page():
     assert changed[case.page_table[0, 0], :, 3].all()
     changed[case.page_table[0, 0], :, 3] = changed[0] = False
     assert not changed.any()
+
+
+def test_halves_are_rounded_to_even():
+    """Every multiple of a half up to 127, and its neighbours."""
+    halves = np.arange(-254, 255, dtype=np.float32) / 2
+    x = np.concatenate([halves, np.nextafter(halves, np.float32(200)), np.nextafter(halves, np.float32(-200))])
+    np.testing.assert_array_equal(jax.jit(gpu._round)(x), np.round(x))

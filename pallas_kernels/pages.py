@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-QUANTIZED = ("int8", "float8_e4m3fn")
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+QUANTIZED = tuple(LARGEST)
 FORMATS = ("float32", "bfloat16", "float16", *QUANTIZED)
 
 
@@ -46,8 +47,7 @@ def quantize(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.
     if jnp.dtype(dtype).name not in QUANTIZED:
         return x.astype(dtype), None
     x = x.astype(jnp.float32)
-    top = 127.0 if jnp.dtype(dtype) == jnp.int8 else 448.0
-    scales = jnp.max(jnp.abs(x), axis=-1) / top
+    scales = jnp.max(jnp.abs(x), axis=-1) / LARGEST[jnp.dtype(dtype).name]
     scaled = x * jnp.where(scales > 0, 1.0 / scales, 0.0)[..., None]
     if jnp.dtype(dtype) == jnp.int8:
         scaled = jnp.round(scaled)

@@ -1,5 +1,7 @@
 """flash_attention: the one public function."""
 
+from typing import Any
+
 import jax
 
 from pallas_kernels.flash_attention import reference
@@ -46,7 +48,11 @@ def flash_attention(
     if starts.ndim != 1 or starts.shape[0] < 2 or starts.dtype != "int32":
         raise ValueError(f"starts must be int32 [Q + 1], got {starts.dtype} {starts.shape}")
     check_options(q, window=window, soft_cap=soft_cap, sinks=sinks)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     match choose(implementation):
+        case "gpu":
+            from pallas_kernels.flash_attention import gpu  # here: not every jaxlib has Triton
+
+            return gpu.flash_attention(q, k, v, starts, **options)
         case _:
             return reference.flash_attention(q, k, v, starts, **options)

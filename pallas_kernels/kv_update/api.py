@@ -53,5 +53,9 @@ def kv_update(
     match choose(implementation):
         case "tpu":
             return tpu.kv_update(*arguments, first_page=first_page, decode=decode)
+        case "gpu":
+            from pallas_kernels.kv_update import gpu  # here: not every jaxlib has Triton
+
+            return gpu.kv_update(*arguments, first_page=first_page, decode=decode)
         case _:
             return reference.kv_update(*arguments, first_page=first_page, decode=decode)

@@ -66,5 +66,9 @@ def paged_attention(
     match choose(implementation):
         case "tpu":
             return tpu.paged_attention(*arguments, **options)[..., :head_dim]
+        case "gpu":
+            from pallas_kernels.paged_attention import gpu  # here: not every jaxlib has Triton
+
+            return gpu.paged_attention(*arguments, **options)[..., :head_dim]
         case _:
             return reference.paged_attention(*arguments, **options)[..., :head_dim]

@@ -1,8 +1,10 @@
 """flash_attention: the one public function."""
 
+from typing import Any
+
 import jax
 
-from pallas_kernels.flash_attention import reference
+from pallas_kernels.flash_attention import reference, tpu
 from pallas_kernels.options import check_options
 from pallas_kernels.platform import Implementation, choose
 
@@ -46,7 +48,9 @@ def flash_attention(
     if starts.ndim != 1 or starts.shape[0] < 2 or starts.dtype != "int32":
         raise ValueError(f"starts must be int32 [Q + 1], got {starts.dtype} {starts.shape}")
     check_options(q, window=window, soft_cap=soft_cap, sinks=sinks)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     match choose(implementation):
+        case "tpu":
+            return tpu.flash_attention(q, k, v, starts, **options)
         case _:
             return reference.flash_attention(q, k, v, starts, **options)

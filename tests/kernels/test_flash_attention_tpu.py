@@ -19,13 +19,13 @@ from tests.kernels.cases import BOUND
 from tests.kernels.test_flash_attention import case
 
 TOKENS = 300
-# Options and blocks that meet every branch: a tile of several blocks, a block of several tiles, uneven pieces, heads of
-# a group in different tiles.
+# Options and blocks that meet every branch: a tile of several blocks, a block of several tiles, heads
+# of a group in different tiles, several heads in a piece, several pieces in a head.
 CONFIGURATIONS = {
-    "plain": ((4, 2), {}, Blocks(heads=2, queries=128, keys=256, rows=128, chunk=128)),
-    "bfloat16": ((3, 1), {"dtype": "bfloat16"}, Blocks(heads=3, queries=128, keys=128, rows=256, chunk=128)),
-    "window": ((4, 2), {"window": 130, "sinks": True}, Blocks(heads=1, queries=256, keys=128, rows=256, chunk=64)),
-    "cap": ((2, 2), {"window": 1, "soft_cap": 2.0}, Blocks(heads=1, queries=128, keys=256, rows=128, chunk=96)),
+    "plain": ((4, 2), {}, Blocks(heads=2, queries=128, keys=256)),
+    "bfloat16": ((3, 1), {"dtype": "bfloat16"}, Blocks(heads=3, queries=128, keys=128)),
+    "window": ((4, 2), {"window": 130, "sinks": True}, Blocks(heads=1, queries=1024, keys=128)),
+    "cap": ((2, 2), {"window": 1, "soft_cap": 2.0}, Blocks(heads=1, queries=128, keys=256)),
 }
 
 
@@ -102,7 +102,7 @@ def test_blocks_fit(group, kv_heads, width, tokens):
     for itemsize in (2, 4):
         blocks = tpu.blocks_for(tokens, group, kv_heads, width, itemsize, None)
         assert blocks.vmem(width, itemsize) <= local_chip().vmem // 2
-        assert 4 * tpu.steps_at_most(tokens, blocks, None) <= local_chip().smem // 2
+        assert 4 * tpu.pairs_at_most(tokens, blocks, None) <= local_chip().smem // 2
         assert group % blocks.heads == 0
 
 

@@ -26,6 +26,7 @@ from pallas_kernels.tuning import tuned
 
 LANES = 128
 PIECE = 512  # rows whose probabilities exist at a time
+LARGEST = 2**20  # scores a step: four times as many need 5% fewer cycles and three times as long to compile
 LOG2E = math.log2(math.e)
 # Where a maximum starts: far below any score, and so far above MASKED that exp2(MASKED - LOWEST) is 0: a masked
 # probability is 0 without a second mask, also for queries that have seen nothing yet.
@@ -58,13 +59,15 @@ class Blocks:
         windows = itemsize * (2 * width * self.rows + width * self.keys + _up(width, LANES) * self.keys)
         windows += 4 * 8 * (self.rows + self.queries)  # sinks and bounds
         scratch = 4 * self.rows * (self.keys + width + 3 * 8)
-        # Probabilities, and float32 operands split into three bfloat16 ones.
-        pieces = (2 if itemsize == 2 else 6) * 4 * min(PIECE, self.rows) * self.keys
+        pieces = (4 if itemsize == 2 else 8) * 4 * min(PIECE, self.rows) * self.keys
+        if itemsize == 4:  # operands split into three bfloat16 ones
+            pieces += 6 * width * (self.rows + 2 * self.keys)
         return 2 * windows + scratch + pieces
 
     def cycles(self, pairs: int, width: int, itemsize: int) -> float:
         """Of `pairs` steps, roughly: the compiler's static schedules for v6e, or the time to fetch keys and values."""
-        compute = 280 + self.rows * (1.5e-3 * self.keys + 5e-4 * width)
+        score = 1.5e-3 if itemsize == 2 else 1e-2  # a float32 product is six of bfloat16
+        compute = 280 + self.rows * (score * self.keys + 5e-4 * width)
         fetch = 2 * self.keys * width * itemsize / (local_chip().bandwidth / 1.6e9)
         return pairs * max(compute, fetch)
 
@@ -87,8 +90,8 @@ def blocks_for(tokens: int, group: int, kv_heads: int, width: int, itemsize: int
     shared = [heads for heads in range(1, group + 1)
               if group % heads == 0 and (heads == 1 or kv_heads * group // heads >= chip.cores)]
     fitting = [blocks for blocks in (Blocks(*sizes) for sizes in itertools.product(shared, sizes, sizes))
-               if blocks.rows <= 4096 and blocks.vmem(width, itemsize) <= chip.vmem // 2
-               and 4 * pairs_at_most(tokens, blocks, window) <= chip.smem // 2]
+               if blocks.rows * blocks.keys <= LARGEST and blocks.vmem(width, itemsize) <= chip.vmem // 2
+               and 4 * pairs_at_most(tokens, blocks, window) <= chip.smem * 3 // 4]
     if not fitting:
         raise ValueError(f"flash_attention cannot plan {tokens} tokens of head_dim {width} on this chip")
     return min(fitting, key=lambda blocks: group // blocks.heads * blocks.cycles(

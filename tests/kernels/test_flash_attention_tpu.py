@@ -88,10 +88,10 @@ def test_whole_calls(name, lengths):
 
 def test_the_values_of_another_sequence_leave_no_trace():
     """Not even where a sum of them is infinite: the second sequence's tile walks a block of which it sees nothing."""
-    heads, _, _, kernel, _ = prepared("window")
-    q, k, v, starts = case(np.random.default_rng(0), [128, 172, 0, 0], tokens=TOKENS, heads=heads[0],
-                           kv_heads=heads[1], width=16)
-    got = [np.asarray(kernel(q, k, values, starts))[128:] for values in (v, v.at[:128].set(3e38))]
+    heads, _, _, kernel, _ = prepared("bfloat16")
+    q, k, v, starts = case(np.random.default_rng(0), [200, 100, 0, 0], tokens=TOKENS, heads=heads[0],
+                           kv_heads=heads[1], width=16, dtype="bfloat16")
+    got = [np.asarray(kernel(q, k, values, starts), np.float32)[200:] for values in (v, v.at[:200].set(3e38))]
     np.testing.assert_array_equal(*got)
 
 

@@ -18,7 +18,7 @@ from jinfer.engine.programs import Programs
 from jinfer.engine.runner import Runner
 from jinfer.engine.state import record_width
 from jinfer.errors import ConfigError
-from jinfer.kv import PagePool, kv_bytes_per_token, pages_for, pool_pages
+from jinfer.kv import PagePool, pages_for, pool_pages
 from jinfer.models import build_model
 from jinfer.models.parameter import Precision
 from jinfer.observe.metrics import Metrics
@@ -79,7 +79,7 @@ def build(model: str | Path, config: EngineConfig, progress: Progress) -> Parts:
     catalog = ProgramCatalog(
         programs, buckets, weights, jnp.dtype(config.kv_dtype), kv_heads=layout.kv_heads(checkpoint.config),
         rows=config.max_rows, metrics=metrics, forbid=config.forbid_compilation)
-    pages = config.kv_pages or _size_pool(config, checkpoint.config, layout, catalog, weights, progress)
+    pages = config.kv_pages or _size_pool(config, layout, catalog, weights, progress)
     if config.warmup:
         catalog.warm_up(pages, progress)
     runner = Runner(catalog, weights, pages, metrics)
@@ -115,11 +115,10 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
                                max_logprobs=min(config.max_logprobs, model.vocab_size))
 
 
-def _size_pool(config: EngineConfig, model: ModelConfig, layout: Layout, catalog: ProgramCatalog,
-               weights: list[jax.Array], progress: Progress) -> int:
+def _size_pool(config: EngineConfig, layout: Layout, catalog: ProgramCatalog, weights: list[jax.Array],
+               progress: Progress) -> int:
     """Pages from what is left after weights, state and the largest program's temporaries."""
-    heads = layout.kv_heads(model) // layout.degree("kv_heads")
-    token = kv_bytes_per_token(model, heads, jnp.dtype(config.kv_dtype).itemsize)
+    token = sum(shard_bytes(x) for x in jax.tree.leaves(catalog.abstract_kv(pages=1))) // config.page_size
     assert config.max_context is not None
     if config.kv_memory_gb is not None:
         free = int(config.kv_memory_gb * 2**30)

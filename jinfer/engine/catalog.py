@@ -19,7 +19,7 @@ from jinfer.models.attention import KVPages
 from jinfer.observe.metrics import Metrics
 from jinfer.sampling.penalties import new_counts
 from jinfer.sharding import Layout
-from pallas_kernels import Pages
+from pallas_kernels.pages import pool_shapes
 
 COMPILERS = 2  # programs compiled at once; XLA itself uses more threads
 
@@ -61,9 +61,11 @@ class ProgramCatalog:
     def abstract_kv(self, pages: int) -> KVPages:
         """Shapes and shardings of the pool with `pages` (P) a layer."""
         p = self.programs
-        shape = (p.config.num_layers * pages, self._kv_heads, p.page_size, p.config.head_dim)
-        data: Any = jax.ShapeDtypeStruct(shape, self._kv_dtype, sharding=p.layout.sharding(None, "kv_heads"))
-        return KVPages(Pages(data), Pages(data))
+        pool = pool_shapes(p.config.num_layers * pages, self._kv_heads, p.page_size, p.config.head_dim,
+                           self._kv_dtype, p.layout.platform)
+        sharding = p.layout.sharding(None, "kv_heads")
+        pool = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), pool)
+        return KVPages(pool, pool)
 
     def abstract_state(self) -> DeviceState:
         p, slots = self.programs, self._rows + 1

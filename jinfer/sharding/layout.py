@@ -32,6 +32,12 @@ class Layout:
         grid = np.array(devices[:wanted]).reshape(tuple(config.mesh.values()))
         return cls(Mesh(grid, tuple(config.mesh)), tuple(sorted(config.rules.items())))
 
+    @property
+    def platform(self) -> str:
+        """tpu, gpu or cpu."""
+        platform = self.mesh.devices.flat[0].platform
+        return "gpu" if platform == "cuda" else platform
+
     def spec(self, *axes: str | None) -> PartitionSpec:
         """PartitionSpec of an array with these logical axes; None is a replicated axis."""
         return PartitionSpec(*(self._mesh_axis(axis) for axis in axes))

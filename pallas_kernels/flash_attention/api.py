@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.flash_attention import reference
+from pallas_kernels.flash_attention import reference, tpu
 from pallas_kernels.options import check_options
 from pallas_kernels.platform import Implementation, choose
 
@@ -50,6 +50,8 @@ def flash_attention(
     check_options(q, window=window, soft_cap=soft_cap, sinks=sinks)
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     match choose(implementation):
+        case "tpu":
+            return tpu.flash_attention(q, k, v, starts, **options)
         case "gpu":
             from pallas_kernels.flash_attention import gpu  # here: not every jaxlib has Triton
 

@@ -18,7 +18,7 @@ from jinfer.engine.packing import Packing
 from jinfer.engine.state import Column, DeviceState, row_params
 from jinfer.models.attention import KVPages, StepContext
 from jinfer.models.rope import cos_sin
-from jinfer.sampling.logprobs import logprobs, prompt_logprobs
+from jinfer.sampling.logprobs import in_blocks, logprobs
 from jinfer.sampling.penalties import record_output, reset_row
 from jinfer.sampling.sampler import RowParams, Sampled, sample
 from jinfer.sampling.spread import spread
@@ -118,12 +118,10 @@ class Programs:
             model, last, state, records, fields.slots, position=ends, emits=fields.samples == 1)
 
         def score() -> jax.Array:
-            def some(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-                best = functools.partial(logprobs, max_logprobs=self.max_logprobs)
-                return self._spread(best, model, hidden, targets)
+            def best(logits: jax.Array, targets: jax.Array) -> jax.Array:
+                return pack_logprobs(*logprobs(logits, targets, max_logprobs=self.max_logprobs))
 
-            chosen, ids, values = prompt_logprobs(hidden, some, fields.targets)
-            return jnp.concatenate([_bits(chosen)[:, None], ids, _bits(values)], axis=1)
+            return in_blocks(hidden, fields.targets, functools.partial(self._spread, best, model))
 
         asked = jnp.any(records[:, Column.PROMPT_LOGPROBS] == 1)
         scores = jax.lax.cond(asked, score, lambda: jnp.zeros((tokens, 1 + 2 * self.max_logprobs), jnp.int32))
@@ -185,29 +183,37 @@ class Programs:
         """Samples the token at `position` [R] of each row that emits; writes the rows back to the state."""
         params = row_params(records, position, state.bias_ids[slots], state.bias_values[slots], emits)
 
-        def draw(logits: jax.Array, rows: tuple[RowParams, jax.Array], counts: jax.Array) -> Sampled:
-            return sample(logits, rows[0], counts, rows[1], max_logprobs=self.max_logprobs)
+        def draw(logits: jax.Array, rows: tuple[RowParams, jax.Array], counts: jax.Array) -> jax.Array:
+            return pack_sampled(sample(logits, rows[0], counts, rows[1], max_logprobs=self.max_logprobs))
 
-        sampled: Sampled = self._spread(draw, model, hidden, (params, slots), state.counts)
+        packed = self._spread(draw, model, hidden, (params, slots), state.counts)
         # What a row computes without being asked (padding, a row that has ended) may be anything, NaN too.
-        sampled = sampled._replace(finite=sampled.finite | ~emits)
-        token = jnp.where(emits, sampled.tokens, -1)
+        token, finite = jnp.where(emits, packed[:, 0], -1), (packed[:, 1] == 1) | ~emits
+        packed = packed.at[:, 0].set(token).at[:, 1].set(finite.astype(jnp.int32))
         stopped = jnp.any(params.stop_ids == token[:, None], axis=1)
-        ended = stopped | (position + 1 >= records[:, Column.MAX_POSITION]) | ~sampled.finite
+        ended = stopped | (position + 1 >= records[:, Column.MAX_POSITION]) | ~finite
         records = records.at[:, Column.ACTIVE].set((emits & ~ended).astype(jnp.int32))
         records = records.at[:, Column.LAST_TOKEN].set(jnp.maximum(token, 0))
         counted = emits & ((params.presence != 0) | (params.frequency != 0) | (params.repetition != 1))
         state = state._replace(
             rows=state.rows.at[slots].set(records).at[0].set(0),
             counts=record_output(state.counts, slots, jnp.maximum(token, 0), counted))
-        return pack_sampled(sampled, token), state
+        return packed, state
 
 
-def pack_sampled(sampled: Sampled, token: jax.Array) -> jax.Array:
-    """[R, 3 + 2C] int32: token (-1: none), finite, logprob, C ids, C logprobs; floats bit-cast."""
+def pack_sampled(sampled: Sampled) -> jax.Array:
+    """[R, 3 + 2C] int32: token (-1: none), finite, logprob, C ids, C logprobs; floats bit-cast.
+
+    One array, so that devices that sampled a part of the rows exchange their results once.
+    """
     return jnp.concatenate(
-        [token[:, None], sampled.finite[:, None].astype(jnp.int32), _bits(sampled.logprob)[:, None],
+        [sampled.tokens[:, None], sampled.finite[:, None].astype(jnp.int32), _bits(sampled.logprob)[:, None],
          sampled.top_ids, _bits(sampled.top_logprobs)], axis=1)
+
+
+def pack_logprobs(chosen: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
+    """[R, 1 + 2C] int32: logprob of the chosen token, C ids, C logprobs; floats bit-cast."""
+    return jnp.concatenate([_bits(chosen)[:, None], ids, _bits(values)], axis=1)
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -4,7 +4,6 @@ A module is built from `Parameter`s, which sit where the arrays will be until th
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -16,33 +15,30 @@ from jinfer.quant.int8 import quantise_tokens, quantised_rows
 
 
 class Linear(nnx.Module):
-    """y[T, *out] = x[T, *in] . kernel[*out, *in] + bias[*out].
+    """y[T, *out] = x[T, in] . kernel[*out, in] + bias[*out]; x may come as [T, ...], its axes then are one.
 
     int8 kernels hold one float32 scale per output channel; activations are then quantised per token and the
-    product is an int32 dot (W8A8, arXiv 2208.07339 without the outlier path). float32 kernels lie [*in, *out],
-    the others [*out, *in]: each is what XLA:CPU multiplies fastest (docs/performance.md).
+    product is an int32 dot (W8A8, arXiv 2208.07339 without the outlier path). float32 kernels lie [in, *out],
+    the others [*out, in]: each is what XLA:CPU multiplies fastest (docs/performance.md).
     """
 
-    def __init__(self, weight: Parameter, precision: Precision, *, inputs: int = 1, bias: Parameter | None = None):
-        """inputs: how many trailing axes of the weight are contracted."""
-        kernel, scale = kernel_parameters(weight, precision, inputs)
+    def __init__(self, weight: Parameter, precision: Precision, *, bias: Parameter | None = None):
+        kernel, scale = kernel_parameters(weight, precision)
         self.kernel = nnx.Param(kernel)
         self.scale = None if scale is None else nnx.Param(scale)
         self.bias = None if bias is None else nnx.Param(bias)
-        self.inputs = inputs
         self.inputs_first = precision.inputs_first
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x: [T, *in] -> [T, *out] in x's dtype."""
+        """x: [T, in] -> [T, *out] in x's dtype."""
         return self.project(x).astype(x.dtype)
 
     def project(self, x: jax.Array) -> jax.Array:
         """Like calling it, but keeps the float32 accumulator: [T, *out] float32."""
         kernel = self.kernel[...]
-        cut = self.inputs if self.inputs_first else kernel.ndim - self.inputs
-        outputs = kernel.shape[cut:] if self.inputs_first else kernel.shape[:cut]
+        outputs = kernel.shape[1:] if self.inputs_first else kernel.shape[:-1]
         # As plain matrices: XLA:CPU has no fast int8 path for products over several axes.
-        kernel = kernel.reshape(math.prod(kernel.shape[:cut]), -1)
+        kernel = kernel.reshape(kernel.shape[0], -1) if self.inputs_first else kernel.reshape(-1, kernel.shape[-1])
         x = x.reshape(x.shape[0], -1)
         dims = (((1,), (0 if self.inputs_first else 1,)), ((), ()))
         if self.scale is None:
@@ -89,21 +85,22 @@ class RMSNorm(nnx.Module):
         return (wide * inverse * self.weight[...].astype(jnp.float32)).astype(x.dtype)
 
 
-def kernel_parameters(weight: Parameter, precision: Precision, inputs: int) -> tuple[Parameter, Parameter | None]:
+def kernel_parameters(weight: Parameter, precision: Precision) -> tuple[Parameter, Parameter | None]:
     """The kernel a matrix multiplication uses, and the scale of its output channels where it is quantised."""
     if precision.weight_dtype == np.int8:
-        return quantised_rows(weight, inputs)
+        return quantised_rows(weight)
     kernel = dataclasses.replace(weight, dtype=precision.weight_dtype)
     if not precision.inputs_first:
         return kernel, None
-    outputs = len(weight.shape) - inputs
 
-    def turn(values: tuple, cut: int) -> tuple:
-        return (*values[cut:], *values[:cut])
+    def inputs_last(values: tuple) -> tuple:
+        return (*values[1:], values[0])
 
     def read(reader: Reader, index: Index) -> np.ndarray:
-        part = weight.read(reader, turn(index, inputs))
-        return part.transpose(turn(tuple(range(part.ndim)), outputs))
+        return np.moveaxis(weight.read(reader, inputs_last(index)), -1, 0)
+
+    def inputs_first(values: tuple) -> tuple:
+        return (values[-1], *values[:-1])
 
     return dataclasses.replace(
-        kernel, shape=turn(weight.shape, outputs), axes=turn(weight.axes, outputs), read=read), None
+        kernel, shape=inputs_first(weight.shape), axes=inputs_first(weight.axes), read=read), None

@@ -115,16 +115,3 @@ def grouped_heads(q: str, k: str, v: str, *, num_heads: int, num_kv_heads: int, 
     sources = {q: (num_heads * head_dim, *tail), k: keys, v: keys}
     shape = (kv_heads, group + 2, head_dim, *tail)
     return Parameter(shape, ("kv_heads", None, None, *(None for _ in tail)), sources, read)
-
-
-def head_columns(name: str, *, kv_heads: int, group: int, head_dim: int, rows: int) -> Parameter:
-    """The output projection [D, N * H] seen as [D, K, G, H], cut on the same heads as the input one."""
-
-    def read(reader: Reader, index: Index) -> np.ndarray:
-        width = group * head_dim
-        columns = slice(index[1].start * width, index[1].stop * width)
-        part = reader.read(name, (index[0], columns))
-        return part.reshape(part.shape[0], -1, group, head_dim)[:, :, index[2], index[3]]
-
-    return Parameter((rows, kv_heads, group, head_dim), (None, "kv_heads", None, None),
-                     {name: (rows, kv_heads * group * head_dim)}, read)

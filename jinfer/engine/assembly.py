@@ -12,7 +12,7 @@ from jinfer.engine.catalog import ProgramCatalog, Weights, shard_bytes
 from jinfer.engine.programs import Programs
 from jinfer.engine.state import record_width
 from jinfer.errors import ConfigError
-from jinfer.kv import kv_bytes_per_token, pages_for, pool_pages
+from jinfer.kv import pages_for, pool_pages
 from jinfer.models import build_model
 from jinfer.models.parameter import Parameter, Precision
 from jinfer.observe.metrics import Metrics
@@ -63,13 +63,13 @@ class Assembly:
         return ProgramCatalog(self.programs, self.buckets, weights, jnp.dtype(self.config.kv_dtype),
                               rows=self.config.max_rows, metrics=metrics, forbid=self.config.forbid_compilation)
 
-    def pool_pages(self, free: int) -> int:
-        """P of a pool in `free` bytes a device. Raises ConfigError if one sequence would not fit."""
-        assert self.config.max_context is not None
-        heads = self.layout.kv_heads(self.model) // self.layout.degree("kv_heads")
-        token = kv_bytes_per_token(self.model, heads, jnp.dtype(self.config.kv_dtype).itemsize)
-        return pool_pages(free, token_bytes=token, page_size=self.config.page_size, max_rows=self.config.max_rows,
-                          max_context=self.config.max_context)
+
+def pages_in(free: int, config: EngineConfig, catalog: ProgramCatalog) -> int:
+    """P of a pool in `free` bytes a device. Raises ConfigError if one sequence would not fit."""
+    token = sum(shard_bytes(x) for x in jax.tree.leaves(catalog.abstract_kv(pages=1))) // config.page_size
+    assert config.max_context is not None
+    return pool_pages(free, token_bytes=token, page_size=config.page_size, max_rows=config.max_rows,
+                      max_context=config.max_context)
 
 
 def pool_bytes(memory: int, catalog: ProgramCatalog) -> int:

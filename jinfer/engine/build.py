@@ -9,7 +9,7 @@ import jax
 
 from jinfer.config import EngineConfig, ModelConfig
 from jinfer.engine.admission import Admission
-from jinfer.engine.assembly import Assembly, pool_bytes
+from jinfer.engine.assembly import Assembly, pages_in, pool_bytes
 from jinfer.engine.backend import device_memory, prepare_backend, use_compilation_cache
 from jinfer.engine.catalog import ProgramCatalog
 from jinfer.engine.runner import Runner
@@ -84,12 +84,12 @@ def _size_pool(parts: Assembly, catalog: ProgramCatalog, progress: Progress) -> 
     """Pages from what is left after weights, state and the largest program's temporaries."""
     config, mesh = parts.config, parts.layout.mesh
     if config.kv_memory_gb is not None:
-        return parts.pool_pages(int(config.kv_memory_gb * 2**30))
+        return pages_in(int(config.kv_memory_gb * 2**30), config, catalog)
     memory = device_memory(mesh.devices.flat[0], config.memory_utilization)
     if parts.layout.platform == "cpu":  # a share for the pool alone, which all virtual devices divide
-        return parts.pool_pages(memory // mesh.size)
+        return pages_in(memory // mesh.size, config, catalog)
     progress("measuring programs")
-    return parts.pool_pages(pool_bytes(memory, catalog))
+    return pages_in(pool_bytes(memory, catalog), config, catalog)
 
 
 def _tokenizer(path: Path) -> Tokenizer | None:

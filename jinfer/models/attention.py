@@ -57,7 +57,8 @@ class Attention(nnx.Module):
                           bias=fused("bias", ()) if config.qkv_bias else None)
         # [D, K * G * H]: cut on K like the heads it multiplies, and a plain matrix to every compiler's layouts.
         self.out = Linear(plain(f"{name}.o_proj.weight", (model, heads * width), (None, "kv_heads")), precision,
-                          bias=plain(f"{name}.o_proj.bias", (model,), (None,)) if config.o_bias else None)
+                          layout=layout, bias=plain(f"{name}.o_proj.bias", (model,), (None,))
+                          if config.o_bias else None)
 
     def __call__(self, x: jax.Array, cache: KVPages, first_page: jax.Array, step: StepContext, *,
                  decode: bool) -> tuple[jax.Array, KVPages]:

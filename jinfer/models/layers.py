@@ -12,6 +12,7 @@ from flax import nnx
 
 from jinfer.models.parameter import Index, Parameter, Precision, Reader
 from jinfer.quant.int8 import quantise_tokens, quantised_rows
+from jinfer.sharding import Layout
 
 
 class Linear(nnx.Module):
@@ -22,16 +23,22 @@ class Linear(nnx.Module):
     the others [*out, in]: each is what XLA:CPU multiplies fastest (docs/performance.md).
     """
 
-    def __init__(self, weight: Parameter, precision: Precision, *, bias: Parameter | None = None):
+    def __init__(self, weight: Parameter, precision: Precision, *, bias: Parameter | None = None,
+                 layout: Layout | None = None):
+        """layout: of a weight whose inputs may be cut; the devices' partial sums then meet in x's dtype."""
         kernel, scale = kernel_parameters(weight, precision)
         self.kernel = nnx.Param(kernel)
         self.scale = None if scale is None else nnx.Param(scale)
         self.bias = None if bias is None else nnx.Param(bias)
         self.inputs_first = precision.inputs_first
+        self.inputs = weight.axes[-1]
+        self.layout = layout if layout is not None and scale is None and layout.degree(self.inputs) > 1 else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [T, in] -> [T, *out] in x's dtype."""
-        return self.project(x).astype(x.dtype)
+        if self.layout is None:
+            return self.project(x).astype(x.dtype)
+        return self._meet(x.reshape(x.shape[0], -1), self.layout)
 
     def project(self, x: jax.Array) -> jax.Array:
         """Like calling it, but keeps the float32 accumulator: [T, *out] float32."""
@@ -40,15 +47,32 @@ class Linear(nnx.Module):
         # As plain matrices: XLA:CPU has no fast int8 path for products over several axes.
         kernel = kernel.reshape(kernel.shape[0], -1) if self.inputs_first else kernel.reshape(-1, kernel.shape[-1])
         x = x.reshape(x.shape[0], -1)
-        dims = (((1,), (0 if self.inputs_first else 1,)), ((), ()))
         if self.scale is None:
-            y = jax.lax.dot_general(x.astype(kernel.dtype), kernel, dims, preferred_element_type=jnp.float32)
+            y = self._multiply(x.astype(kernel.dtype), kernel, jnp.float32)
         else:
             quantised, scale = quantise_tokens(x)
-            y = jax.lax.dot_general(quantised, kernel, dims, preferred_element_type=jnp.int32)
+            y = self._multiply(quantised, kernel, jnp.int32)
             y = y.astype(jnp.float32) * scale[:, None] * self.scale[...].reshape(-1)
         y = y.reshape(-1, *outputs)
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
+
+    def _meet(self, x: jax.Array, layout: Layout) -> jax.Array:
+        """x [T, in] cut on its inputs -> [T, out]. Left to the compiler, the sums may travel as float32."""
+        axis = layout.mesh_axis(self.inputs)
+
+        def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            return jax.lax.psum(self._multiply(x.astype(kernel.dtype), kernel, jnp.float32).astype(x.dtype), axis)
+
+        cut = layout.spec(None, self.inputs)
+        kernel = layout.spec(self.inputs, None) if self.inputs_first else cut
+        y = jax.shard_map(local, mesh=layout.mesh, in_specs=(cut, kernel), out_specs=layout.spec(),
+                          check_vma=False)(x, self.kernel[...])
+        return y if self.bias is None else (y.astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+    def _multiply(self, x: jax.Array, kernel: jax.Array, accumulator: jax.typing.DTypeLike) -> jax.Array:
+        """[T, in] . [out, in] or [in, out] -> [T, out] in the accumulator's dtype."""
+        dims = (((1,), (0 if self.inputs_first else 1,)), ((), ()))
+        return jax.lax.dot_general(x, kernel, dims, preferred_element_type=accumulator)
 
 
 class Embedding(nnx.Module):

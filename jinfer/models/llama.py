@@ -24,7 +24,7 @@ class Block(nnx.Module):
         self.attention_norm = norm("input_layernorm")
         self.attention = Attention(config, layout, precision, f"{name}.self_attn")
         self.mlp_norm = norm("post_attention_layernorm")
-        self.mlp = GatedMLP(config, precision, f"{name}.mlp")
+        self.mlp = GatedMLP(config, layout, precision, f"{name}.mlp")
         self.layout = layout
 
     def __call__(self, x: jax.Array, cache: KVPages, first_page: jax.Array, step: StepContext, *,

@@ -101,8 +101,11 @@ class ProgramCatalog:
 
     def workspace(self, pages: int) -> int:
         """Bytes of temporaries a device needs for the largest calls; they do not depend on the pool."""
-        largest = (Key("prefill", self.buckets.prefill[-1]), Key("decode", self.buckets.decode[-1]))
-        return max(workspace_bytes(self.compile(key, pages)) for key in largest)
+        return max(workspace_bytes(self.compile(key, pages)) for key in self.largest())
+
+    def largest(self) -> list[Key]:
+        """The programs that need most memory, one of each regime."""
+        return [Key("prefill", self.buckets.prefill[-1]), Key("decode", self.buckets.decode[-1])]
 
     def get(self, key: Key, pages: int) -> jax.stages.Compiled:
         compiled = self._compiled.get(key)

@@ -32,7 +32,8 @@ class Linear(nnx.Module):
         self.bias = None if bias is None else nnx.Param(bias)
         self.inputs_first = precision.inputs_first
         self.inputs = weight.axes[-1]
-        self.layout = layout if layout is not None and scale is None and self.inputs and layout.degree(self.inputs) > 1 else None
+        cut = layout is not None and self.inputs is not None and layout.degree(self.inputs) > 1
+        self.layout = layout if cut and scale is None else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [T, in] -> [T, *out] in x's dtype."""

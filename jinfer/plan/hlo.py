@@ -107,9 +107,11 @@ class Module:
     def fate(self, numbers: Iterable[int]) -> list[tuple[Instruction, bool]]:
         """Instructions that read the program's parameters `numbers`, or what only moved them about.
 
-        Followed through fusions, loops, branches and tuples, and through whatever returns its operand whole. The flag tells whether an instruction stands inside a fusion.
+        Followed through fusions, loops, branches and tuples, and through whatever returns its operand whole. The flag
+        tells whether an instruction stands inside a fusion.
         """
-        seeds = {p.name: {()} for n, p in self.parameters().items() if n in set(numbers)}
+        seeds: dict[str, set[tuple[int, ...]]] = {
+            p.name: {()} for n, p in self.parameters().items() if n in set(numbers)}
         found: dict[int, tuple[Instruction, bool]] = {}
         done: set[tuple[str, frozenset[tuple[str, tuple[int, ...]]]]] = set()
         self._follow(self.entry, seeds, False, found, done)

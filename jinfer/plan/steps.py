@@ -87,11 +87,29 @@ def compile_steps(model: ModelConfig, config: EngineConfig, devices: Sequence[An
                 pool=_bytes(catalog.abstract_kv(pages)), pages=pages, steps=steps)
 
 
+def expected_collectives(model: ModelConfig, config: EngineConfig) -> Counter[str]:
+    """Exchanges of a prefill or decode call under tensor parallelism, by kind; what `StepReport.collectives` should be.
+
+    A sum after each layer's attention and each layer's feed-forward network; one after the embedding, of which a
+    device has its part of the rows; logits change hands once, from a part of each row to a part of the rows, and the
+    few numbers sampled from them are collected once.
+    """
+
+    def cut(axis: str) -> bool:
+        name = config.layout.rules.get(axis)
+        return name is not None and config.layout.mesh[name] > 1
+
+    sums = model.num_layers * (cut("kv_heads") + cut("ffn")) + cut("vocab")
+    counts = {"all-reduce": sums, "all-to-all": int(cut("vocab")), "all-gather": int(cut("vocab"))}
+    return Counter({kind: count for kind, count in counts.items() if count})
+
+
 def _compile(catalog: ProgramCatalog, key: Key, pages: int) -> StepReport:
     start = time.perf_counter()
     compiled = catalog.compile(key, pages)
     seconds = time.perf_counter() - start
-    memory, module = compiled.memory_analysis(), Module(compiled.as_text())
+    memory, module = compiled.memory_analysis(), Module(compiled.as_text() or "")
+    assert memory is not None, "the compiler says nothing about memory"
     kv, state = catalog.abstract_kv(pages), catalog.abstract_state()
     numbers = _numbers(module)
     copies = checks.weight_copies(module, numbers["weights"], SMALL_WEIGHT)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinfer.config import EngineConfig, LayoutConfig, ModelConfig, load_config
-from jinfer.config.loading import replace_config
+from jinfer.config import EngineConfig, LayoutConfig, ModelConfig
+from jinfer.config.loading import load_config, replace_config
 from jinfer.engine.catalog import Key
 from jinfer.errors import JinferError
 from jinfer.plan import Plan, StepReport, compile_steps, expected_collectives

@@ -63,7 +63,7 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, cache: KVPages, first_page: jax.Array, step: StepContext, *,
                  decode: bool) -> tuple[jax.Array, KVPages]:
         """x: [T, D] -> ([T, D], cache with this call's keys and values written into the layer's pages)."""
-        qkv = self.qkv(x)  # [T, K, G + 2, H]
+        qkv = self.qkv(x).reshape(x.shape[0], self.kv_heads, self.group + 2, self.width)
         q = rotate(qkv[:, :, : self.group], step.cos, step.sin)
         k = rotate(qkv[:, :, self.group], step.cos, step.sin)
         attended, cache = self._attend(q, k, qkv[:, :, self.group + 1], cache, first_page, step, decode)

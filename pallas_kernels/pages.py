@@ -1,6 +1,6 @@
 """Pages: a pool of KV pages of one kind (keys or values), in any of the formats."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +12,29 @@ FORMATS = ("float32", "bfloat16", "float16", *QUANTIZED)
 class Pages(NamedTuple):
     """data: [P, K, S, H], the pool. scales: [P, K, S] float32 where data is int8 or float8_e4m3fn, else None.
 
-    A quantised position of a head holds data * scale. Keys and values may have different formats.
+    A quantised position of a head holds data * scale. Keys and values may have different formats. H may be more than
+    the model's head_dim and the scales' last axis more than S: TPUs lay the last axis out in lanes of 128, and an
+    array that does not fill them would be kept transposed, to be copied as a whole for each kernel (`pool_shapes`).
     """
 
     data: jax.Array
     scales: jax.Array | None = None
 
-    @classmethod
-    def zeros(cls, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: jax.typing.DTypeLike) -> "Pages":
-        """A pool of zeros: pages (P), kv_heads (K), page_size (S), head_dim (H)."""
-        shape = (pages, kv_heads, page_size, head_dim)
-        scales = jnp.zeros(shape[:-1], jnp.float32) if jnp.dtype(dtype).name in QUANTIZED else None
-        return cls(jnp.zeros(shape, dtype), scales)
+
+def pool_shapes(pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: jax.typing.DTypeLike,
+                platform: str) -> Pages:
+    """Shapes and dtypes (jax.ShapeDtypeStruct) of a pool P, K, S, H on a platform: tpu, gpu or cpu."""
+    lanes = 128 if platform == "tpu" else 1
+    width, positions = (-(-n // lanes) * lanes for n in (head_dim, page_size))
+    data: Any = jax.ShapeDtypeStruct((pages, kv_heads, page_size, width), jnp.dtype(dtype))
+    scales: Any = jax.ShapeDtypeStruct((pages, kv_heads, positions), jnp.dtype("float32"))
+    return Pages(data, scales if data.dtype.name in QUANTIZED else None)
+
+
+def widen(x: jax.Array, width: int) -> jax.Array:
+    """x [..., H] with zeros up to a pool's `width`."""
+    missing = width - x.shape[-1]
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
 
 
 def quantize(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array | None]:
@@ -54,8 +65,21 @@ def check_pages(name: str, pages: Pages, *, like: Pages | None = None) -> None:
         raise ValueError(f"{name}.data must have the shape of the other pool, {like.data.shape}, got {data.shape}")
     if (data.dtype.name in QUANTIZED) != (scales is not None):
         raise ValueError(f"{name}.scales must be given with int8 and float8_e4m3fn pages and only with them")
-    if scales is not None and (scales.shape != data.shape[:-1] or scales.dtype != "float32"):
-        raise ValueError(f"{name}.scales must be float32 {list(data.shape[:-1])}, got {scales.dtype} {scales.shape}")
+    if scales is not None and (scales.ndim != 3 or scales.shape[:2] != data.shape[:2]
+                               or scales.shape[2] < data.shape[2] or scales.dtype != "float32"):
+        raise ValueError(f"{name}.scales must be float32 {list(data.shape[:-1])} or have a longer last axis, "
+                         f"got {scales.dtype} {scales.shape}")
+
+
+def check_tiling(name: str, pages: Pages) -> None:
+    """Raises ValueError, naming the field, if a pool does not lie in whole tiles of a TPU."""
+    rows = 32 // pages.data.dtype.itemsize
+    if pages.data.shape[2] % rows or pages.data.shape[3] % 128:
+        raise ValueError(f"{name}.data {pages.data.shape}: on a TPU S must be a multiple of {rows} for "
+                         f"{pages.data.dtype} and H one of 128 (`pages.pool_shapes` pads it)")
+    if pages.scales is not None and pages.scales.shape[2] % 128:
+        raise ValueError(f"{name}.scales {pages.scales.shape}: on a TPU the last axis must be a multiple of 128 "
+                         "(`pages.pool_shapes` pads it)")
 
 
 def check_sequences(page_table: jax.Array, query_starts: jax.Array, kv_lengths: jax.Array,

@@ -19,7 +19,7 @@ from jinfer.models.attention import KVPages
 from jinfer.observe.metrics import Metrics
 from jinfer.sampling.penalties import new_counts
 from jinfer.sharding import Layout
-from pallas_kernels import Pages
+from pallas_kernels.pages import pool_shapes
 
 Weights = Sequence[jax.Array] | Sequence[jax.ShapeDtypeStruct]
 COMPILERS = 2  # programs compiled at once; XLA itself uses more threads
@@ -62,9 +62,11 @@ class ProgramCatalog:
     def abstract_kv(self, pages: int) -> KVPages:
         """Shapes and shardings of the pool with `pages` (P) a layer."""
         p = self.programs
-        shape = (p.config.num_layers * pages, p.layout.kv_heads(p.config), p.page_size, p.config.head_dim)
-        data: Any = jax.ShapeDtypeStruct(shape, self.kv_dtype, sharding=p.layout.sharding(None, "kv_heads"))
-        return KVPages(Pages(data), Pages(data))
+        pool = pool_shapes(p.config.num_layers * pages, p.layout.kv_heads(p.config), p.page_size, p.config.head_dim,
+                           self.kv_dtype, p.layout.platform)
+        sharding = p.layout.sharding(None, "kv_heads")
+        pool = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), pool)
+        return KVPages(pool, pool)
 
     def abstract_state(self) -> DeviceState:
         p, slots = self.programs, self._rows + 1

@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels.kv_update import reference
-from pallas_kernels.pages import Pages, check_pages, check_sequences
+from pallas_kernels.pages import Pages, check_pages, check_sequences, widen
 from pallas_kernels.platform import Implementation, choose
 
 
@@ -27,7 +27,8 @@ def kv_update(
 
     Args:
       k_pages, v_pages: pools [P, K, S, H]; new values are converted to their formats.
-      k, v: [T, K, H] float; tokens past query_starts[Q] are padding and change no page but the null page.
+      k, v: [T, K, H] float, widened with zeros to the pool's H; tokens past query_starts[Q] are padding and change no
+        page but the null page.
       page_table: [Q, M] int32; entry j of a row holds positions j * S : (j + 1) * S. No two tokens share a position.
       query_starts: [Q + 1] int32, non-decreasing, the first is 0.
       kv_lengths: [Q] int32, the new tokens included; 0 for an unused row.
@@ -45,9 +46,10 @@ def kv_update(
     check_pages("v_pages", v_pages, like=k_pages)
     pool = k_pages.data.shape
     for name, new in (("k", k), ("v", v)):
-        if new.shape != (k.shape[0], pool[1], pool[3]):
+        if new.ndim != 3 or new.shape[:2] != (k.shape[0], pool[1]) or new.shape[2] > pool[3]:
             raise ValueError(f"{name} {new.shape} does not fit {name}_pages {pool}; want [T, K, H] into [P, K, S, H]")
     check_sequences(page_table, query_starts, kv_lengths, first_page, k.shape[0], decode)
+    k, v = widen(k, pool[3]), widen(v, pool[3])
     match choose(implementation):
         case _:
             return reference.kv_update(

@@ -1,10 +1,12 @@
 """paged_attention: the one public function."""
 
+from typing import Any
+
 import jax
 
 from pallas_kernels.options import check_options
-from pallas_kernels.paged_attention import reference
-from pallas_kernels.pages import Pages, check_pages, check_sequences
+from pallas_kernels.paged_attention import reference, tpu
+from pallas_kernels.pages import Pages, check_pages, check_sequences, widen
 from pallas_kernels.platform import Implementation, choose
 
 
@@ -32,6 +34,7 @@ def paged_attention(
     Args:
       q: [T, N, H] float; queries past query_starts[Q] are padding and give unspecified finite rows.
       k_pages, v_pages: pools [P, K, S, H]; N is a multiple of K. Positions past a length may hold anything, NaN too.
+        H may be more than q's: the rest holds zeros (`pages.pool_shapes`).
       page_table: [Q, M] int32; entry j of a row holds positions j * S : (j + 1) * S.
       query_starts: [Q + 1] int32, non-decreasing, the first is 0.
       kv_lengths: [Q] int32; 0 for an unused row, which then has no queries (or, in decode, gives zeros).
@@ -52,13 +55,16 @@ def paged_attention(
     check_pages("k_pages", k_pages)
     check_pages("v_pages", v_pages, like=k_pages)
     pool = k_pages.data.shape
-    if q.ndim != 3 or q.shape[1] % pool[1] or q.shape[2] != pool[3]:
+    if q.ndim != 3 or q.shape[1] % pool[1] or q.shape[2] > pool[3]:
         raise ValueError(f"q {q.shape} does not fit pages [P, K, S, H] {pool}; want [T, N, H], N a multiple of K")
     check_options(q, window=window, soft_cap=soft_cap, sinks=sinks)
     check_sequences(page_table, query_starts, kv_lengths, first_page, q.shape[0], decode)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "first_page": first_page}
+    head_dim = q.shape[2]
+    arguments = (widen(q, pool[3]), k_pages, v_pages, page_table, query_starts, kv_lengths)
+    options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "first_page": first_page,
+               "decode": decode}
     match choose(implementation):
-        case _ if decode:
-            return reference.decode_attention(q, k_pages, v_pages, page_table, kv_lengths, **options)
+        case "tpu":
+            return tpu.paged_attention(*arguments, **options)[..., :head_dim]
         case _:
-            return reference.chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, **options)
+            return reference.paged_attention(*arguments, **options)[..., :head_dim]

@@ -17,6 +17,13 @@ CHUNK_QUERIES = 128  # queries of one tile
 CHUNK_BLOCK = 256  # positions a loop turn, chunks
 
 
+def paged_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, *, decode, **options):
+    """See api.paged_attention."""
+    if decode:
+        return decode_attention(q, k_pages, v_pages, page_table, kv_lengths, **options)
+    return chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, **options)
+
+
 def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, window, soft_cap, sinks, first_page):
     """One query a row: q [R, N, H], page_table [R, M], kv_lengths [R] -> [R, N, H].
 
@@ -191,7 +198,7 @@ def _take_pages(pages: Pages, indices, dtype):
 
     if pages.scales is None:
         return take(pages.data), None
-    return take(pages.data).astype(dtype), take(pages.scales)
+    return take(pages.data).astype(dtype), take(pages.scales)[:, :, : pages.data.shape[2]]
 
 
 def _take_blocks(pages: Pages, indices, shape, dtype):
@@ -200,7 +207,7 @@ def _take_blocks(pages: Pages, indices, shape, dtype):
     data = _take_rows(pages.data.reshape(pool * kv_heads, page_size * width), indices).reshape(shape)
     if pages.scales is None:
         return data, None
-    scales = _take_rows(pages.scales.reshape(pool * kv_heads, page_size), indices).reshape(shape[:-1])
+    scales = _take_rows(pages.scales.reshape(pool * kv_heads, -1), indices)[:, :page_size].reshape(shape[:-1])
     return data.astype(dtype), scales
 
 

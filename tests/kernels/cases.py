@@ -36,24 +36,25 @@ class Paged:
 
 
 def paged(rng, starts, chunks, *, heads=4, kv_heads=2, width=8, page_size=4, pages_per_row=6, dtype="float32",
-          k_format=None, v_format=None, tokens=None, first_page=0):
+          k_format=None, v_format=None, tokens=None, first_page=0, lanes=1):
     """Pages with NaN wherever no sequence wrote, a shuffled page table, packed queries padded to `tokens`.
 
-    Table entries past a sequence's pages name page 0. `first_page` pages of NaN lie before the pool's own page 0.
+    Table entries past a sequence's pages name page 0. `first_page` pages of NaN lie before the pool's own page 0. The
+    pools' last axes are multiples of `lanes`.
     """
     rows, tokens = len(starts), sum(chunks) if tokens is None else tokens
     pool = first_page + rows * pages_per_row + 1
     lengths = np.array([s + c for s, c in zip(starts, chunks, strict=True)], np.int32)
     table = (1 + rng.permutation(rows * pages_per_row)).reshape(rows, pages_per_row).astype(np.int32)
     table[np.arange(pages_per_row) >= -(-lengths[:, None] // page_size)] = 0
-    k_pages, v_pages = (fill(rng, (pool, kv_heads, page_size, width), table, lengths, fmt or dtype, first_page)
+    k_pages, v_pages = (fill(rng, (pool, kv_heads, page_size, width), table, lengths, fmt or dtype, first_page, lanes)
                         for fmt in (k_format, v_format))
     q = jnp.asarray(rng.standard_normal((tokens, heads, width)), dtype)
     query_starts = np.concatenate([[0], np.cumsum(chunks)]).astype(np.int32)
     return Paged(q, k_pages, v_pages, jnp.asarray(table), jnp.asarray(query_starts), jnp.asarray(lengths))
 
 
-def fill(rng, shape, table, lengths, dtype, first_page=0):
+def fill(rng, shape, table, lengths, dtype, first_page=0, lanes=1):
     """Pages [P, K, S, H] that hold normal numbers where a sequence wrote; elsewhere NaN, or the largest number of a
     type that has no NaN, with a NaN for scale."""
     page_size = shape[2]
@@ -65,4 +66,7 @@ def fill(rng, shape, table, lengths, dtype, first_page=0):
     data, scales = quantize(jnp.asarray(values), dtype)
     if dtype == "int8":
         data = jnp.where(jnp.isnan(values), jnp.int8(127), data)
+    data = jnp.pad(data, ((0, 0),) * 3 + ((0, -shape[3] % lanes),))
+    if scales is not None:
+        scales = jnp.pad(scales, ((0, 0), (0, 0), (0, -page_size % lanes)), constant_values=np.nan)
     return Pages(data, scales)

@@ -21,9 +21,12 @@ def attend(q, k, v, *, scale, soft_cap=None, sinks=None):
 
 def paged_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, *, window=None, first_page=0, **options):
     """The meaning of pallas_kernels.paged_attention; returns float64 [T, N, H], zeros for padding queries."""
-    q, k_pages, v_pages = np.asarray(q, np.float64), dequantize(k_pages), dequantize(v_pages)
+    q = np.asarray(q, np.float64)
+    k_pages, v_pages = (dequantize(pages)[..., : q.shape[2]] for pages in (k_pages, v_pages))
     out = np.zeros(q.shape)
     for row, length in enumerate(kv_lengths):
+        if length == 0:  # an unused row, which in decode has a query all the same
+            continue
         pages = np.asarray(page_table[row]) + int(first_page or 0)
         k = np.concatenate([k_pages[p] for p in pages], axis=1)[:, :length]  # [K, length, H]
         v = np.concatenate([v_pages[p] for p in pages], axis=1)[:, :length]
@@ -62,7 +65,7 @@ def kv_update(k_pages, v_pages, k, v, page_table, query_starts, kv_lengths, *, f
 def dequantize(pages):
     """float64 [P, K, S, H] of Pages in any format."""
     data = np.asarray(pages.data.astype("float32"), np.float64)
-    return data if pages.scales is None else data * np.asarray(pages.scales, np.float64)[..., None]
+    return data if pages.scales is None else data * np.asarray(pages.scales, np.float64)[..., : data.shape[-2], None]
 
 
 def error(got, want):

@@ -33,7 +33,7 @@ def forward(config: ModelConfig, reader, ids: list[int], *, dtype: str = "float3
     @jax.jit
     def run(weights, tokens):
         shape = (config.num_layers * (pages + 1), layout.kv_heads(config), PAGE, config.head_dim)
-        kv = KVPages(*(Pages.zeros(*shape, precision.activation_dtype) for _ in range(2)))
+        kv = KVPages(*(Pages(jnp.zeros(shape, precision.activation_dtype)) for _ in range(2)))
         cos, sin = cos_sin(config.rope, config.head_dim, positions, jnp.full(count, count, jnp.int32))
         step = StepContext(cos, sin, jnp.arange(1, pages + 1, dtype=jnp.int32)[None],
                            jnp.array([0, count], jnp.int32), jnp.array([count], jnp.int32))

@@ -1,0 +1,81 @@
+"""The process that compiles: reads requests as JSON lines, answers each with one line (see compiler.py).
+
+A process of its own because libtpu takes the flags of its dumps when it is loaded, aborts on some kernels, and
+because a caller may want another platform.
+"""
+
+import importlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from pallas_kernels.aot import bundles
+from pallas_kernels.aot.topology import gpu_devices, tpu_devices
+
+
+def main(topology: str, dumps: str) -> None:
+    """Serves until standard input ends; whatever compilers print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    devices = gpu_devices(Path(topology).read_text()) if topology.endswith(".txtpb") else tpu_devices(topology)
+    mesh = Mesh(np.array(devices[:1]), ("x",))
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = compiled(mesh, Path(dumps), request["target"], request["arguments"])
+        except Exception as error:  # whatever it is, it belongs to this request
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def compiled(mesh: Mesh, dumps: Path, target: str, arguments: list[Any]) -> dict[str, Any]:
+    """Calls `module:function` with arguments for (function, shapes), compiles that on one device of the mesh."""
+    module, _, name = target.partition(":")
+    function, shapes = getattr(importlib.import_module(module), name)(*arguments)
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    for path in dumps.rglob("*.txt*"):
+        path.unlink()
+    start = time.perf_counter()
+    lowered = jax.jit(sharded).lower(*shapes)
+    middle = time.perf_counter()
+    executable = lowered.compile()
+    seconds = time.perf_counter() - middle
+    stats = executable.memory_analysis()
+    return {"lower_seconds": middle - start, "compile_seconds": seconds,
+            "temporary_bytes": stats.temp_size_in_bytes if stats else 0, "kernels": list(kernels(dumps))}
+
+
+def kernels(dumps: Path) -> Iterator[dict[str, Any]]:
+    """What the dumps say about each kernel, whatever XLA itself made included (fusions, copies)."""
+    profiles = "".join(path.read_text() for path in dumps.rglob("*_static_llo_profile.textproto"))
+    cycles = dict(re.findall(r'hlo_op_name: "([^"]*)"\s+estimated_cycles: (\d+)', profiles))
+    for path in sorted(dumps.rglob("*-final_bundles.txt")):
+        match = re.fullmatch(r"\d+-(.*)-\d+-final_bundles\.txt", path.name)
+        if match is None or match[1] == "TLP" or match[1].startswith("<"):  # the program around the kernels
+            continue
+        utilization = _beside(path, match[1], "final_hlo-static-per-bundle-utilization")
+        tree = bundles.nest(path.read_text(), utilization)
+        yield {"name": match[1], "estimated_cycles": int(cycles[match[1]]) if match[1] in cycles else None,
+               "memory": bundles.memory(_beside(path, match[1], "post-ra")), "tree": tree.to_json()}
+
+
+def _beside(path: Path, name: str, label: str) -> str:
+    """The text of another dump of the same kernel."""
+    for other in path.parent.glob(f"{path.name.split('-')[0]}-*-{label}.txt"):
+        if re.fullmatch(rf"\d+-{re.escape(name)}-\d+-{re.escape(label)}\.txt", other.name):
+            return other.read_text()
+    return ""
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

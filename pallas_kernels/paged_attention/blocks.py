@@ -1,0 +1,114 @@
+"""Block sizes of the TPU kernel: an estimate that always fits, improved by a table."""
+
+import dataclasses
+
+from pallas_kernels.chips import Chip
+
+LANES, SUBLANES = 128, 8
+VMEM_SHARE = 0.5  # of the chip's; the rest is the compiler's for values that do not stay in registers
+POSITIONS = 512  # of a block, at least: products long enough to hide their latencies
+FETCH = 2**19  # bytes of K or V of a block, up to twice POSITIONS: a fetch takes a microsecond to begin
+QUERIES = 128  # of a window, at most
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """The static sizes of a call.
+
+    Attributes:
+      heads, kv_heads, head_dim, page_size: N, K, H, S. queries: TQ, of a window; 1 in decode.
+      pages: of a block. depth: blocks in flight or in use. splits: parts a row's context is cut into.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    queries: int
+    pages: int
+    depth: int
+    splits: int
+
+    @property
+    def decode(self) -> bool:
+        return self.queries == 1
+
+    @property
+    def group(self) -> int:
+        """G: query heads of a kv head; in decode padded to whole sublanes."""
+        group = self.heads // self.kv_heads
+        return up(group, SUBLANES) if self.decode else group
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a kv head in a window, ordered (head of the group, token)."""
+        return self.group * self.queries
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """Shape of a window's queries and results."""
+        return (self.kv_heads, self.group, *(() if self.decode else (self.queries,)), self.head_dim)
+
+    @property
+    def positions(self) -> int:
+        """C: positions of a block."""
+        return self.pages * self.page_size
+
+    def vmem(self, q_bytes: int, k_bytes: int, v_bytes: int) -> int:
+        """Bytes of scratch, and of the largest values, for q and pools of these bytes an element."""
+        lines = self.kv_heads * self.rows
+        tile = up(lines, SUBLANES) * self.head_dim * q_bytes
+        states = lines * (self.head_dim + 2 * LANES) * 4
+        block = self.kv_heads * self.positions * self.head_dim
+        values = 4 * self.rows * self.positions * 4 + 2 * self.positions * self.head_dim * 4
+        return (self.depth + 2) * tile + states + self.depth * block * (k_bytes + v_bytes) + values
+
+
+def choose(*, heads: int, kv_heads: int, head_dim: int, page_size: int, table_width: int, chunk: tuple[int, int] | None,
+           bytes_each: tuple[int, int, int], chip: Chip, tuned: dict[str, int]) -> Sizes:
+    """Sizes that fit the chip's VMEM.
+
+    Args:
+      table_width: M. chunk: (T, Q) of ragged chunks, None in decode. bytes_each: of an element of q, k_pages, v_pages.
+      tuned: what a table says, names of Sizes' fields; dropped where it would not fit.
+    """
+    budget = int(chip.vmem * VMEM_SHARE)
+
+    def sizes(queries: int, positions: int, depth: int) -> Sizes:
+        pages = max(1, min(positions // page_size, table_width))
+        return Sizes(heads, kv_heads, head_dim, page_size, queries, pages, depth, chip.cores)
+
+    def fits(found: Sizes) -> bool:
+        return found.vmem(*bytes_each) <= budget
+
+    if chunk is None:
+        queries, depth = 1, 4
+        positions = POSITIONS * 2 if POSITIONS * kv_heads * head_dim * min(bytes_each[1:]) < FETCH else POSITIONS
+    else:
+        # Wide windows for long chunks; many short ones would share a window and each pay for all of it.
+        tokens, sequences = chunk
+        wanted = power_of_two(max(16, 2 * tokens // sequences))
+        queries, positions, depth = min(QUERIES, up(tokens, 16), wanted), POSITIONS, 2
+    entry = dataclasses.replace(sizes(queries, positions, depth), **tuned)
+    if tuned and fits(entry):
+        return entry
+    while not fits(found := sizes(queries, positions, depth)):
+        if positions > max(page_size, LANES):
+            positions //= 2
+        elif queries > 16:
+            queries = max(16, queries // 2)
+        elif depth > 2:
+            depth -= 1
+        else:
+            raise ValueError(f"paged_attention: {heads} query heads, {kv_heads} kv heads of {head_dim} and pages of "
+                             f"{page_size} need {found.vmem(*bytes_each)} bytes of VMEM, {budget} may be used")
+    return found
+
+
+def up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def power_of_two(value: int) -> int:
+    """The largest one that is not more."""
+    return 1 << (value.bit_length() - 1)

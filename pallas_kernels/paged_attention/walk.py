@@ -1,0 +1,315 @@
+"""The TPU kernel of paged_attention (Mosaic): one program walks a list of blocks of pages.
+
+Pages are fetched whole, K and V of all kv heads at once, some blocks ahead of the products and across tiles; only pages
+that hold something visible are. Per kv head the queries of its group are the rows of two products a block, joined by an
+online softmax (arXiv 1805.02867) in base 2. On chips of two cores each takes its part of every context.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.options import MASKED
+from pallas_kernels.paged_attention.blocks import LANES, Sizes
+from pallas_kernels.paged_attention.tiles import Tiles
+
+UNROLLED = 8  # kv heads whose products the compiler may interleave
+
+
+class Options(NamedTuple):
+    """window: of the model. cap: soft cap in base 2, q being in caps. compute: of the products. table_width: M."""
+
+    window: int | None
+    cap: float | None
+    compute: Any
+    table_width: int
+
+
+class Cursor(NamedTuple):
+    """A place in the list of blocks: tile, block of the split's part of it, and how many windows there were before."""
+
+    tile: Any
+    block: Any
+    turn: Any
+
+
+def walk_blocks(sizes: Sizes, options: Options, *refs: Any) -> None:
+    """The kernel: fields of Tiles, page table [Q * M] and first page [1] in scalar memory; q in HBM; sinks
+    [K, rows, 128] or None in VMEM; then dicts by name: pools and outputs in HBM, scratch."""
+    count = len(Tiles._fields)
+    table, first_page, q, sinks, pools, outputs, scratch = refs[count:]
+    Walker(sizes, options, Tiles(*refs[:count]), table, first_page, q, sinks, pools, outputs, scratch,
+           pl.program_id(0)).run()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Walker:
+    """All that a walk needs."""
+
+    s: Sizes
+    options: Options
+    tiles: Tiles
+    table: Any
+    first_page: Any
+    q: Any
+    sinks: Any
+    pools: dict[str, Any]
+    outputs: dict[str, Any]
+    scratch: dict[str, Any]
+    split: Any
+
+    def run(self) -> None:
+        depth, steps = self.s.depth, self.tiles.steps[0]
+
+        def step(i, carry):
+            at, ahead = carry
+
+            @pl.when(i + depth - 1 < steps)
+            def _():
+                self.fetch(ahead, (i + depth - 1) % depth)
+
+            slot = i % depth
+            self.wait(at, slot)
+
+            @pl.when(at.block == 0)
+            def _():
+                self.start(at)
+
+            self.attend(at, slot)
+
+            @pl.when(at.block + 1 == self.tiles.blocks[at.tile])
+            def _():
+                self.finish(at)
+
+            return self.advance(at), self.advance(ahead)
+
+        at = ahead = Cursor(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+        for i in range(depth - 1):
+            @pl.when(i < steps)
+            def _(ahead=ahead, i=i):
+                self.fetch(ahead, i)
+
+            ahead = self.advance(ahead)
+        at, _ = jax.lax.fori_loop(0, steps, step, (at, ahead))
+        for behind in (2, 1):
+            @pl.when(at.turn >= behind)
+            def _(behind=behind):
+                self.await_written(at.turn - behind)
+
+    def advance(self, at: Cursor) -> Cursor:
+        ended = at.block + 1 == self.tiles.blocks[at.tile]
+        moves = ended if self.s.decode else ended & self.last_of_window(at)
+        return Cursor(at.tile + ended.astype(jnp.int32), jnp.where(ended, 0, at.block + 1),
+                      at.turn + moves.astype(jnp.int32))
+
+    def last_of_window(self, at: Cursor):
+        return self.tiles.window[at.tile + 1] != self.tiles.window[at.tile]
+
+    def first_of_window(self, at: Cursor):
+        before = self.tiles.window[jnp.maximum(at.tile - 1, 0)]
+        return (at.tile == 0) | (before != self.tiles.window[at.tile])
+
+    def index(self, at: Cursor):
+        """The block's place in the tile's whole context."""
+        return self.split * self.tiles.blocks[at.tile] + at.block
+
+    def end(self, at: Cursor):
+        """Positions before it are seen."""
+        return self.tiles.origin[at.tile] + self.tiles.high[at.tile]
+
+    # Fetching
+
+    def each_page(self, at: Cursor, run) -> None:
+        """run(j) for the pages the block really has; most have all."""
+        size, pages = self.s.page_size, self.s.pages
+        left = (self.end(at) + size - 1) // size - self.tiles.page[at.tile] - self.index(at) * pages
+
+        @pl.when(left >= pages)
+        def _():
+            for j in range(pages):
+                run(j)
+
+        @pl.when(left < pages)
+        def _():
+            jax.lax.fori_loop(0, left, lambda j, _: run(j), None)
+
+    def q_copy(self, at: Cursor):
+        window, slot = self.tiles.window[at.tile], at.turn % self.s.depth
+        return pltpu.make_async_copy(self.part(self.q, window), self.scratch["q"].at[slot],
+                                     self.scratch["fetched"].at[1, slot])
+
+    def part(self, hbm, window):
+        """A window's queries, or results."""
+        if self.s.decode:
+            return hbm.at[window]
+        return hbm.at[:, :, pl.ds(pl.multiple_of(window * self.s.queries, self.s.queries), self.s.queries)]
+
+    def fetch(self, at: Cursor, slot) -> None:
+        @pl.when((at.block == 0) & self.first_of_window(at))
+        def _():
+            self.q_copy(at).start()
+
+        entry = (self.tiles.row[at.tile] * self.options.table_width + self.tiles.page[at.tile]
+                 + self.index(at) * self.s.pages)
+
+        def page(j):
+            number = self.table[entry + j] + self.first_page[0]
+            for name, pool in self.pools.items():
+                pltpu.make_async_copy(pool.at[number], self.scratch[name].at[slot, j],
+                                      self.scratch["fetched"].at[0, slot]).start()
+
+        self.each_page(at, page)
+
+    def wait(self, at: Cursor, slot) -> None:
+        def page(j):
+            for name, pool in self.pools.items():
+                pltpu.make_async_copy(pool.at[0], self.scratch[name].at[slot, j],
+                                      self.scratch["fetched"].at[0, slot]).wait()
+
+        self.each_page(at, page)
+
+    # A tile
+
+    def start(self, at: Cursor) -> None:
+        @pl.when(self.first_of_window(at))
+        def _():
+            self.q_copy(at).wait()
+
+        state = self.scratch
+        state["acc"][...] = jnp.zeros_like(state["acc"])
+        if self.sinks is None:
+            state["top"][...] = jnp.full_like(state["top"], MASKED)
+            state["total"][...] = jnp.zeros_like(state["total"])
+        else:
+            first = self.split == 0
+            state["top"][...] = jnp.where(first, self.sinks[...], MASKED)
+            state["total"][...] = jnp.full_like(state["total"], first.astype(jnp.float32))
+
+    def attend(self, at: Cursor, slot) -> None:
+        """One block of pages."""
+        s, tiles = self.s, self.tiles
+        base = (tiles.page[at.tile] + self.index(at) * s.pages) * s.page_size
+        first, end = tiles.origin[at.tile] + tiles.low[at.tile], self.end(at)
+        edge = base + s.positions > first + 1  # the first query does not see all of it
+        if self.options.window is not None:
+            edge |= base < end - self.options.window  # the last one does not
+
+        @pl.when(base + s.positions > end)
+        def _():
+            self.clear(slot, base, end)
+
+        @pl.when(edge)
+        def _():
+            column = base + jax.lax.broadcasted_iota(jnp.int32, (s.rows, s.positions), 1)
+            last = tiles.origin[at.tile] + self.line()
+            seen = column <= last
+            if self.options.window is not None:
+                seen &= column > last - self.options.window
+            self.each_head(lambda h: self.accumulate(h, at, slot, seen))
+
+        @pl.when(~edge)
+        def _():
+            self.each_head(lambda h: self.accumulate(h, at, slot, None))
+
+    def line(self):
+        """[rows, 1] int32: the query of each row, in its window."""
+        return jax.lax.broadcasted_iota(jnp.int32, (self.s.rows, 1), 0) % self.s.queries
+
+    def each_head(self, run) -> None:
+        if self.s.decode and self.s.kv_heads <= UNROLLED:
+            for h in range(self.s.kv_heads):
+                run(h)
+        else:
+            jax.lax.fori_loop(0, self.s.kv_heads, lambda h, _: run(h), None)
+
+    def clear(self, slot, base, end) -> None:
+        """Zeroes V from `end` on: another's leftovers or nothing ever written, and 0 * NaN is NaN."""
+        s, v = self.s, self.scratch["v"]
+
+        def page(j, _):
+            position = base + j * s.page_size + jax.lax.broadcasted_iota(jnp.int32, (1, s.page_size, s.head_dim), 1)
+            v[slot, j] = jnp.where(position < end, v[slot, j].astype(jnp.float32), 0.0).astype(v.dtype)
+
+        jax.lax.fori_loop((end - base) // s.page_size, s.pages, page, None)
+
+    def accumulate(self, h, at: Cursor, slot, seen) -> None:
+        """A block of one kv head joins the tile's state; seen: [rows, C] bool, None where all is."""
+        s, state, compute = self.s, self.scratch, self.options.compute
+        precision = jax.lax.Precision.HIGHEST if compute == jnp.float32 else None
+        q = state["q"][at.turn % s.depth, h].reshape(s.rows, s.head_dim)
+        k, v = (state[name][slot, :, h].reshape(s.positions, s.head_dim).astype(compute) for name in ("k", "v"))
+        scores = jax.lax.dot_general(q, k, (((1,), (1,)), ((), ())), precision=precision,
+                                     preferred_element_type=jnp.float32)
+        if "k_scales" in state:
+            scores = scores * self.scales("k_scales", slot, h)
+        if self.options.cap is not None:
+            scores = jnp.tanh(scores) * self.options.cap
+        if seen is not None:
+            scores = jnp.where(seen, scores, MASKED)
+        old = state["top"][h]  # [rows, 128], equal in all lanes: to broadcast it again would cost more
+        top = jnp.maximum(old, scores.max(1, keepdims=True))
+        probs = jnp.exp2(scores - _wide(top, s.positions))
+        if seen is not None:
+            probs = jnp.where(seen, probs, 0.0)
+        keep = jnp.exp2(old - top)
+        state["total"][h] = state["total"][h] * keep + probs.sum(1, keepdims=True)
+        state["top"][h] = top
+        if "v_scales" in state:
+            probs = probs * self.scales("v_scales", slot, h)
+            if seen is not None:
+                probs = jnp.where(seen, probs, 0.0)
+        values = jnp.dot(probs.astype(compute), v, precision=precision, preferred_element_type=jnp.float32)
+        state["acc"][h] = state["acc"][h] * _wide(keep, s.head_dim) + values
+
+    def scales(self, name: str, slot, h):
+        """[1, C] of a kv head."""
+        pages = [self.scratch[name][slot, j, pl.ds(h, 1)][:, : self.s.page_size] for j in range(self.s.pages)]
+        return jnp.concatenate(pages, axis=1)
+
+    def finish(self, at: Cursor) -> None:
+        s, state, slot = self.s, self.scratch, at.turn % 2
+
+        @pl.when(self.first_of_window(at) & (at.turn >= 2))
+        def _():
+            self.await_written(at.turn - 2)
+
+        if not s.decode:
+            own = (self.line() >= self.tiles.low[at.tile]) & (self.line() < self.tiles.high[at.tile])
+
+        def head(h):
+            total = state["total"][h]
+            results = {"out": state["acc"][h] * _wide(1.0 / jnp.where(total == 0.0, 1.0, total), s.head_dim)}
+            if "log" in self.outputs:
+                results["log"] = jnp.where(total > 0.0, state["top"][h] + jnp.log2(total), MASKED)
+            for name, value in results.items():
+                buffer = state[name].at[slot, h]
+                value = value.astype(buffer.dtype)
+                if not s.decode:  # sequences that share the window keep theirs
+                    value = jnp.where(own, value, buffer[...].reshape(value.shape))
+                buffer[...] = value.reshape(buffer.shape)
+
+        self.each_head(head)
+
+        @pl.when(True if s.decode else self.last_of_window(at))
+        def _():
+            for copy in self.out_copies(self.tiles.window[at.tile], slot):
+                copy.start()
+
+    def out_copies(self, window, slot):
+        return [pltpu.make_async_copy(self.scratch[name].at[slot], self.part(hbm.at[self.split], window),
+                                      self.scratch["written"].at[slot]) for name, hbm in self.outputs.items()]
+
+    def await_written(self, turn) -> None:
+        for copy in self.out_copies(0, turn % 2):
+            copy.wait()
+
+
+def _wide(x, width: int):
+    """[rows, 128] of equal lanes -> [rows, width]."""
+    if width <= LANES:
+        return x[:, :width]
+    return jnp.concatenate([x] * -(-width // LANES), axis=1)[:, :width]

@@ -9,7 +9,6 @@ import pytest
 from jinfer.config import EngineConfig, LayoutConfig, ModelConfig
 from jinfer.config.loading import load_config
 from jinfer.engine.catalog import Key
-from jinfer.errors import ConfigError
 from jinfer.plan import compile_steps, expected_collectives
 from jinfer.sharding import Layout
 from pallas_kernels.aot.topology import gpu_devices, tpu_devices
@@ -74,17 +73,6 @@ def test_attention_in_plain_jnp_copies_the_pool_on_a_tpu(monkeypatch):
         monkeypatch.setattr(f"pallas_kernels.{operation}.api.choose", lambda _: "reference")
     plan = compile_steps(model(num_layers=1), config("single"), tpu_devices("v6e:1x1"), keys=[DECODE])
     assert any("bf16[2048, 8, 64, 128]" in copy or "bf16[16384" in copy for copy in plan.steps[DECODE].copies)
-
-
-@pytest.mark.aot
-@needs_libtpu
-def test_the_pool_takes_what_is_left():
-    """A chip's memory less what everything else takes, as the engine sizes it."""
-    small = model(num_layers=1, hidden_size=1024, intermediate_size=2048, num_heads=8)
-    wanted = config("single", kv_pages=None, max_rows=2048, max_context=131072, page_size=128)
-    devices = tpu_devices("v5e:1x1")
-    with pytest.raises(ConfigError, match="max_context"):
-        compile_steps(small, dataclasses.replace(wanted, memory_utilization=0.01), devices, keys=[])
 
 
 @pytest.mark.aot

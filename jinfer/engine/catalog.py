@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +21,7 @@ from jinfer.sampling.penalties import new_counts
 from jinfer.sharding import Layout
 from pallas_kernels.pages import pool_shapes
 
+Weights = Sequence[jax.Array] | Sequence[jax.ShapeDtypeStruct]
 COMPILERS = 2  # programs compiled at once; XLA itself uses more threads
 
 
@@ -38,16 +39,16 @@ class ProgramCatalog:
     the configuration forbids it.
     """
 
-    def __init__(self, programs: Programs, buckets: Buckets, weights: list[jax.Array], kv_dtype: jnp.dtype, *,
-                 kv_heads: int, rows: int, metrics: Metrics, forbid: bool):
+    def __init__(self, programs: Programs, buckets: Buckets, weights: Weights, kv_dtype: jnp.dtype, *,
+                 rows: int, metrics: Metrics, forbid: bool):
+        """weights: arrays, or what they will be (`Assembly.abstract_weights`)."""
         self.programs = programs
         self.buckets = buckets
         self.metrics = metrics
         self.forbid = forbid
         self.warm = False
-        self._weights = weights
-        self._kv_dtype = kv_dtype
-        self._kv_heads = kv_heads
+        self.weights = weights
+        self.kv_dtype = kv_dtype
         self._rows = rows
         self._compiled: dict[Key, jax.stages.Compiled] = {}
         self._lock = threading.Lock()
@@ -61,8 +62,8 @@ class ProgramCatalog:
     def abstract_kv(self, pages: int) -> KVPages:
         """Shapes and shardings of the pool with `pages` (P) a layer."""
         p = self.programs
-        pool = pool_shapes(p.config.num_layers * pages, self._kv_heads, p.page_size, p.config.head_dim,
-                           self._kv_dtype, p.layout.platform)
+        pool = pool_shapes(p.config.num_layers * pages, p.layout.kv_heads(p.config), p.page_size, p.config.head_dim,
+                           self.kv_dtype, p.layout.platform)
         sharding = p.layout.sharding(None, "kv_heads")
         pool = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), pool)
         return KVPages(pool, pool)
@@ -86,7 +87,7 @@ class ProgramCatalog:
 
         def one(key: Key) -> None:
             nonlocal done
-            compiled = self._compile(key, pages)
+            compiled = self.compile(key, pages)
             with self._lock:
                 self._compiled[key] = compiled
                 done += 1
@@ -102,15 +103,18 @@ class ProgramCatalog:
 
     def workspace(self, pages: int) -> int:
         """Bytes of temporaries a device needs for the largest calls; they do not depend on the pool."""
-        largest = (Key("prefill", self.buckets.prefill[-1]), Key("decode", self.buckets.decode[-1]))
-        return max(workspace_bytes(self._compile(key, pages)) for key in largest)
+        return max(workspace_bytes(self.compile(key, pages)) for key in self.largest())
+
+    def largest(self) -> list[Key]:
+        """The programs that need most memory, one of each regime."""
+        return [Key("prefill", self.buckets.prefill[-1]), Key("decode", self.buckets.decode[-1])]
 
     def get(self, key: Key, pages: int) -> jax.stages.Compiled:
         compiled = self._compiled.get(key)
         if compiled is None:
             if self.forbid and self.warm:
                 raise RetraceError(f"program {key.kind}[{key.size}] was not compiled at warm-up")
-            compiled = self._compiled[key] = self._compile(key, pages)
+            compiled = self._compiled[key] = self.compile(key, pages)
             self.metrics.compilations += 1
         return compiled
 
@@ -129,7 +133,15 @@ class ProgramCatalog:
         """Q of a prefill call of this size: a chunk holds a token at least."""
         return min(self.buckets.max_chunks, tokens)
 
-    def _compile(self, key: Key, pages: int) -> jax.stages.Compiled:
+    def compile(self, key: Key, pages: int) -> jax.stages.Compiled:
+        """The executable of one program for a pool of `pages`: what every call runs and every plan reads."""
+        compiled = self.lower(key, pages).compile()
+        if key.kind != "prepare":
+            assert_donated(compiled, self.abstract_kv(pages))
+        return compiled
+
+    def lower(self, key: Key, pages: int) -> jax.stages.Lowered:
+        """The traced program, not yet compiled; needs shapes and a mesh, no device and no weights."""
         p = self.programs
         kv, state, upload = self.abstract_kv(pages), self.abstract_state(), whole(p.layout)
         packed = jax.ShapeDtypeStruct((self.packing(key).size,), jnp.int32, sharding=upload)
@@ -143,11 +155,9 @@ class ProgramCatalog:
                 function, static = p.decode, {"rows": key.size}
                 out = (*kept, upload)
             case "prepare":
-                return jax.jit(p.prepare, donate_argnums=0, out_shardings=kept[1]).lower(state, packed).compile()
+                return jax.jit(p.prepare, donate_argnums=0, out_shardings=kept[1]).lower(state, packed)
         jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=(1, 2), out_shardings=out)
-        compiled = jitted.lower(self._weights, kv, state, packed, **static).compile()
-        assert_donated(compiled, kv)
-        return compiled
+        return jitted.lower(self.weights, kv, state, packed, **static)
 
 
 def whole(layout: Layout) -> jax.sharding.NamedSharding:

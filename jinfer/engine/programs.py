@@ -5,6 +5,8 @@ call's one upload, the last result its one download.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +18,10 @@ from jinfer.engine.packing import Packing
 from jinfer.engine.state import Column, DeviceState, row_params
 from jinfer.models.attention import KVPages, StepContext
 from jinfer.models.rope import cos_sin
-from jinfer.sampling.blocks import mask_padding
-from jinfer.sampling.logprobs import prompt_logprobs
+from jinfer.sampling.logprobs import in_blocks, logprobs
 from jinfer.sampling.penalties import record_output, reset_row
-from jinfer.sampling.sampler import Sampled, sample
+from jinfer.sampling.sampler import RowParams, Sampled, sample
+from jinfer.sampling.spread import spread
 from jinfer.sharding import Layout
 
 
@@ -116,9 +118,10 @@ class Programs:
             model, last, state, records, fields.slots, position=ends, emits=fields.samples == 1)
 
         def score() -> jax.Array:
-            chosen, ids, values = prompt_logprobs(
-                hidden, lambda x: self._logits(model, x), fields.targets, max_logprobs=self.max_logprobs)
-            return jnp.concatenate([_bits(chosen)[:, None], ids, _bits(values)], axis=1)
+            def best(logits: jax.Array, targets: jax.Array) -> jax.Array:
+                return pack_logprobs(*logprobs(logits, targets, max_logprobs=self.max_logprobs))
+
+            return in_blocks(hidden, fields.targets, functools.partial(self._spread, best, model))
 
         asked = jnp.any(records[:, Column.PROMPT_LOGPROBS] == 1)
         scores = jax.lax.cond(asked, score, lambda: jnp.zeros((tokens, 1 + 2 * self.max_logprobs), jnp.int32))
@@ -170,38 +173,47 @@ class Programs:
             bias_values=state.bias_values.at[slot].set(
                 jax.lax.bitcast_convert_type(fields.bias_values, jnp.float32)))
 
-    def _logits(self, model: Any, hidden: jax.Array) -> jax.Array:
-        """hidden [R, D] -> [R, V padded] float32, whole on every device: the sampler looks at all of a row.
-
-        The padding is -inf: nothing may sample it, rank it or count its mass.
-        """
-        logits = jax.lax.with_sharding_constraint(model.logits(hidden), self.layout.sharding(None, None))
-        return mask_padding(logits, self.config.vocab_size)
+    def _spread(self, function: Callable[..., Any], model: Any, hidden: jax.Array, rows: Any,
+                *shared: jax.Array) -> Any:
+        """function(logits [R, V], rows, *shared) of hidden [R, D], each device with its share of the rows."""
+        return spread(function, self.layout, self.config.vocab_size, model.logits(hidden), rows, *shared)
 
     def _sample(self, model: Any, hidden: jax.Array, state: DeviceState, records: jax.Array,
                 slots: jax.Array, *, position: jax.Array, emits: jax.Array) -> tuple[jax.Array, DeviceState]:
         """Samples the token at `position` [R] of each row that emits; writes the rows back to the state."""
         params = row_params(records, position, state.bias_ids[slots], state.bias_values[slots], emits)
-        sampled = sample(self._logits(model, hidden), params, state.counts, slots, max_logprobs=self.max_logprobs)
+
+        def draw(logits: jax.Array, rows: tuple[RowParams, jax.Array], counts: jax.Array) -> jax.Array:
+            return pack_sampled(sample(logits, rows[0], counts, rows[1], max_logprobs=self.max_logprobs))
+
+        packed = self._spread(draw, model, hidden, (params, slots), state.counts)
         # What a row computes without being asked (padding, a row that has ended) may be anything, NaN too.
-        sampled = sampled._replace(finite=sampled.finite | ~emits)
-        token = jnp.where(emits, sampled.tokens, -1)
+        token, finite = jnp.where(emits, packed[:, 0], -1), (packed[:, 1] == 1) | ~emits
+        packed = packed.at[:, 0].set(token).at[:, 1].set(finite.astype(jnp.int32))
         stopped = jnp.any(params.stop_ids == token[:, None], axis=1)
-        ended = stopped | (position + 1 >= records[:, Column.MAX_POSITION]) | ~sampled.finite
+        ended = stopped | (position + 1 >= records[:, Column.MAX_POSITION]) | ~finite
         records = records.at[:, Column.ACTIVE].set((emits & ~ended).astype(jnp.int32))
         records = records.at[:, Column.LAST_TOKEN].set(jnp.maximum(token, 0))
         counted = emits & ((params.presence != 0) | (params.frequency != 0) | (params.repetition != 1))
         state = state._replace(
             rows=state.rows.at[slots].set(records).at[0].set(0),
             counts=record_output(state.counts, slots, jnp.maximum(token, 0), counted))
-        return pack_sampled(sampled, token), state
+        return packed, state
 
 
-def pack_sampled(sampled: Sampled, token: jax.Array) -> jax.Array:
-    """[R, 3 + 2C] int32: token (-1: none), finite, logprob, C ids, C logprobs; floats bit-cast."""
+def pack_sampled(sampled: Sampled) -> jax.Array:
+    """[R, 3 + 2C] int32: token (-1: none), finite, logprob, C ids, C logprobs; floats bit-cast.
+
+    One array, so that devices that sampled a part of the rows exchange their results once.
+    """
     return jnp.concatenate(
-        [token[:, None], sampled.finite[:, None].astype(jnp.int32), _bits(sampled.logprob)[:, None],
+        [sampled.tokens[:, None], sampled.finite[:, None].astype(jnp.int32), _bits(sampled.logprob)[:, None],
          sampled.top_ids, _bits(sampled.top_logprobs)], axis=1)
+
+
+def pack_logprobs(chosen: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
+    """[R, 1 + 2C] int32: logprob of the chosen token, C ids, C logprobs; floats bit-cast."""
+    return jnp.concatenate([_bits(chosen)[:, None], ids, _bits(values)], axis=1)
 
 
 def _bits(x: jax.Array) -> jax.Array:

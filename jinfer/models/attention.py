@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from jinfer.config import ModelConfig
 from jinfer.models.layers import Linear
-from jinfer.models.parameter import Parameter, Precision, grouped_heads, head_columns, plain
+from jinfer.models.parameter import Parameter, Precision, grouped_heads, plain
 from jinfer.models.rope import rotate
 from jinfer.sharding import Layout
 from pallas_kernels import Pages, kv_update, paged_attention
@@ -55,14 +55,15 @@ class Attention(nnx.Module):
 
         self.qkv = Linear(fused("weight", (model,)), precision,
                           bias=fused("bias", ()) if config.qkv_bias else None)
-        self.out = Linear(head_columns(f"{name}.o_proj.weight", kv_heads=kv, group=self.group, head_dim=width,
-                                       rows=model), precision, inputs=3,
-                          bias=plain(f"{name}.o_proj.bias", (model,), (None,)) if config.o_bias else None)
+        # [D, K * G * H]: cut on K like the heads it multiplies, and a plain matrix to every compiler's layouts.
+        self.out = Linear(plain(f"{name}.o_proj.weight", (model, heads * width), (None, "kv_heads")), precision,
+                          layout=layout, bias=plain(f"{name}.o_proj.bias", (model,), (None,))
+                          if config.o_bias else None)
 
     def __call__(self, x: jax.Array, cache: KVPages, first_page: jax.Array, step: StepContext, *,
                  decode: bool) -> tuple[jax.Array, KVPages]:
         """x: [T, D] -> ([T, D], cache with this call's keys and values written into the layer's pages)."""
-        qkv = self.qkv(x)  # [T, K, G + 2, H]
+        qkv = self.qkv(x).reshape(x.shape[0], self.kv_heads, self.group + 2, self.width)
         q = rotate(qkv[:, :, : self.group], step.cos, step.sin)
         k = rotate(qkv[:, :, self.group], step.cos, step.sin)
         attended, cache = self._attend(q, k, qkv[:, :, self.group + 1], cache, first_page, step, decode)

@@ -24,13 +24,14 @@ class Block(nnx.Module):
         self.attention_norm = norm("input_layernorm")
         self.attention = Attention(config, layout, precision, f"{name}.self_attn")
         self.mlp_norm = norm("post_attention_layernorm")
-        self.mlp = GatedMLP(config, precision, f"{name}.mlp")
+        self.mlp = GatedMLP(config, layout, precision, f"{name}.mlp")
+        self.layout = layout
 
     def __call__(self, x: jax.Array, cache: KVPages, first_page: jax.Array, step: StepContext, *,
                  decode: bool) -> tuple[jax.Array, KVPages]:
         attended, cache = self.attention(self.attention_norm(x), cache, first_page, step, decode=decode)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), cache
+        x = self.layout.whole(x + attended)
+        return self.layout.whole(x + self.mlp(self.mlp_norm(x))), cache
 
 
 class Llama(nnx.Module):
@@ -40,6 +41,7 @@ class Llama(nnx.Module):
         self.embedding = Embedding(padded_rows("model.embed_tokens.weight", shape, rows, axes), precision)
         self.blocks = nnx.List([
             Block(config, layout, precision, f"model.layers.{i}") for i in range(config.num_layers)])
+        self.layout = layout
         self.norm = RMSNorm(plain("model.norm.weight", (config.hidden_size,), (None,)), config.norm_eps)
         head = padded_rows("lm_head.weight", shape, rows, axes)
         self.head = None if config.tie_embeddings else Linear(head, precision)
@@ -47,7 +49,7 @@ class Llama(nnx.Module):
     def __call__(self, tokens: jax.Array, kv: KVPages, step: StepContext, *,
                  decode: bool) -> tuple[jax.Array, KVPages]:
         """tokens: [T] int32 -> (hidden [T, D] after the last norm, kv)."""
-        x, pages = self.embedding(tokens), kv.k.data.shape[0] // len(self.blocks)
+        x, pages = self.layout.whole(self.embedding(tokens)), kv.k.data.shape[0] // len(self.blocks)
         for layer, block in enumerate(self.blocks):
             x, kv = run_block(*nnx.split(block), x, kv, jnp.int32(layer * pages), step, decode=decode)
         return self.norm(x), kv

@@ -6,12 +6,13 @@ from flax import nnx
 from jinfer.config import ModelConfig
 from jinfer.models.layers import Linear
 from jinfer.models.parameter import Parameter, Precision, plain, stacked
+from jinfer.sharding import Layout
 
 
 class GatedMLP(nnx.Module):
     """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv 2002.05202); gate and up are one matrix [2, F, D]."""
 
-    def __init__(self, config: ModelConfig, precision: Precision, name: str):
+    def __init__(self, config: ModelConfig, layout: Layout, precision: Precision, name: str):
         model, width = config.hidden_size, config.intermediate_size
         pair = tuple(f"{name}.{p}_proj" for p in ("gate", "up"))
 
@@ -20,7 +21,7 @@ class GatedMLP(nnx.Module):
 
         self.gate_up = Linear(both("weight", (model,)), precision, bias=both("bias", ()) if config.mlp_bias else None)
         self.down = Linear(
-            plain(f"{name}.down_proj.weight", (model, width), (None, "ffn")), precision,
+            plain(f"{name}.down_proj.weight", (model, width), (None, "ffn")), precision, layout=layout,
             bias=plain(f"{name}.down_proj.bias", (model,), (None,)) if config.mlp_bias else None)
 
     def __call__(self, x: jax.Array) -> jax.Array:

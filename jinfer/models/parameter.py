@@ -93,38 +93,26 @@ def stacked(names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[str | No
 
 def grouped_heads(q: str, k: str, v: str, *, num_heads: int, num_kv_heads: int, kv_heads: int, head_dim: int,
                   tail: tuple[int, ...]) -> Parameter:
-    """Query, key and value projections fused by kv head: [K, G + 2, H, *tail].
+    """Query, key and value projections fused by kv head: [K * (G + 2) * H, *tail].
 
     Group g holds the query heads that use kv head g, then its key, then its value, so that cutting K cuts
     all three alike. `kv_heads` may be a multiple of the checkpoint's `num_kv_heads`: heads are then repeated.
-    `tail` is (D,) for weights and () for biases.
+    `tail` is (D,) for weights and () for biases. A plain matrix: with axes of its own for K, G and H, XLA:TPU
+    lays the weight out anew in every call.
     """
     group = num_heads // kv_heads
     repeat = kv_heads // num_kv_heads
+    rows = (group + 2) * head_dim  # of one kv head
 
     def read(reader: Reader, index: Index) -> np.ndarray:
+        first, last = index[0].start // rows, -(-index[0].stop // rows)
         parts = []
-        for head in range(index[0].start, index[0].stop):
+        for head in range(first, last):
             source = head // repeat
-            rows = [reader.read(name, (slice(first * head_dim, last * head_dim), *index[3:])) for name, first, last in
-                    ((q, head * group, (head + 1) * group), (k, source, source + 1), (v, source, source + 1))]
-            parts.append(np.concatenate(rows).reshape(group + 2, head_dim, *rows[0].shape[1:]))
-        return np.stack(parts)[:, index[1], index[2]]
+            parts += [reader.read(name, (slice(a * head_dim, b * head_dim), *index[1:])) for name, a, b in
+                      ((q, head * group, (head + 1) * group), (k, source, source + 1), (v, source, source + 1))]
+        return np.concatenate(parts)[index[0].start - first * rows : index[0].stop - first * rows]
 
     keys = (num_kv_heads * head_dim, *tail)
     sources = {q: (num_heads * head_dim, *tail), k: keys, v: keys}
-    shape = (kv_heads, group + 2, head_dim, *tail)
-    return Parameter(shape, ("kv_heads", None, None, *(None for _ in tail)), sources, read)
-
-
-def head_columns(name: str, *, kv_heads: int, group: int, head_dim: int, rows: int) -> Parameter:
-    """The output projection [D, N * H] seen as [D, K, G, H], cut on the same heads as the input one."""
-
-    def read(reader: Reader, index: Index) -> np.ndarray:
-        width = group * head_dim
-        columns = slice(index[1].start * width, index[1].stop * width)
-        part = reader.read(name, (index[0], columns))
-        return part.reshape(part.shape[0], -1, group, head_dim)[:, :, index[2], index[3]]
-
-    return Parameter((rows, kv_heads, group, head_dim), (None, "kv_heads", None, None),
-                     {name: (rows, kv_heads * group * head_dim)}, read)
+    return Parameter((kv_heads * rows, *tail), ("kv_heads", *(None for _ in tail)), sources, read)

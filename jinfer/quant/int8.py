@@ -14,26 +14,22 @@ from jinfer.models.parameter import Index, Parameter, Reader
 SMALLEST = 1e-30  # keeps the scale of an all-zero row from being zero
 
 
-def quantised_rows(weight: Parameter, inputs: int) -> tuple[Parameter, Parameter]:
-    """Symmetric int8 with one float32 scale per output channel: (values, scale of the output axes)."""
-    outputs = len(weight.shape) - inputs
-    whole = tuple(slice(0, n) for n in weight.shape[outputs:])  # a channel's scale looks at all its inputs
-    inner = tuple(range(outputs, len(weight.shape)))
+def quantised_rows(weight: Parameter) -> tuple[Parameter, Parameter]:
+    """Symmetric int8 with one float32 scale per output channel: (values [*out, in], scale [*out])."""
+    whole = slice(0, weight.shape[-1])  # a channel's scale looks at all its inputs
 
     def scale_of(rows: np.ndarray) -> np.ndarray:
-        return np.maximum(np.abs(rows).max(axis=inner), np.float32(SMALLEST)) / np.float32(127.0)
+        return np.maximum(np.abs(rows).max(axis=-1), np.float32(SMALLEST)) / np.float32(127.0)
 
     def read_scale(reader: Reader, index: Index) -> np.ndarray:
-        return scale_of(weight.read(reader, (*index, *whole)).astype(np.float32))
+        return scale_of(weight.read(reader, (*index, whole)).astype(np.float32))
 
     def read_values(reader: Reader, index: Index) -> np.ndarray:
-        rows = weight.read(reader, (*index[:outputs], *whole)).astype(np.float32)
-        scale = scale_of(rows).reshape(*rows.shape[:outputs], *(1,) * inputs)
-        values = np.rint(rows / scale).astype(np.int8)
-        return values[(*(slice(None),) * outputs, *index[outputs:])]
+        rows = weight.read(reader, (*index[:-1], whole)).astype(np.float32)
+        return np.rint(rows / scale_of(rows)[..., None]).astype(np.int8)[..., index[-1]]
 
     values = dataclasses.replace(weight, read=read_values, dtype=np.dtype(np.int8))
-    scale = dataclasses.replace(weight, shape=weight.shape[:outputs], axes=weight.axes[:outputs], read=read_scale)
+    scale = dataclasses.replace(weight, shape=weight.shape[:-1], axes=weight.axes[:-1], read=read_scale)
     return values, scale
 
 

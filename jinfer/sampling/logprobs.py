@@ -24,18 +24,13 @@ def logprobs(
     return chosen[:, 0], ids[:, :max_logprobs], values[:, :max_logprobs] - normaliser
 
 
-def prompt_logprobs(
-    hidden: jax.Array,
-    head: Callable[[jax.Array], jax.Array],
-    targets: jax.Array,
-    *,
-    max_logprobs: int,
-    block: int = 64,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`logprobs` of a prompt's tokens, a block of positions at a time, so that [T, V] never exists.
+def in_blocks(
+    hidden: jax.Array, targets: jax.Array, score: Callable[[jax.Array, jax.Array], jax.Array], *, block: int = 64
+) -> jax.Array:
+    """score(hidden, targets) of a prompt, a block of positions at a time, so that [T, V] never exists.
 
-    hidden [T, D]; head maps [t, D] to logits [t, V] f32; targets [T] i32, the token after each position
-    -> [T] f32, ids [T, C] i32, values [T, C] f32.
+    hidden [T, D]; targets [T] i32, the token after each position; score maps [t, D] and [t] to [t, ...], each
+    row alone -> [T, ...].
     """
     length, width = hidden.shape
     block = min(block, length)
@@ -43,14 +38,5 @@ def prompt_logprobs(
     padding = count * block - length
     blocks = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(count, block, width)
     wanted = jnp.pad(targets, (0, padding)).reshape(count, block)
-
-    def one(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        x, tokens = args
-        return logprobs(head(x).astype(jnp.float32), tokens, max_logprobs=max_logprobs)
-
-    chosen, ids, values = lax.map(one, (blocks, wanted))
-    return (
-        chosen.reshape(-1)[:length],
-        ids.reshape(count * block, -1)[:length],
-        values.reshape(count * block, -1)[:length],
-    )
+    scores = lax.map(lambda args: score(*args), (blocks, wanted))
+    return scores.reshape(count * block, *scores.shape[2:])[:length]

@@ -34,23 +34,28 @@ class Layout:
 
     @property
     def platform(self) -> str:
-        """tpu, gpu or cpu."""
+        """Of the mesh's devices, which may not be attached: cpu, tpu or gpu."""
         platform = self.mesh.devices.flat[0].platform
         return "gpu" if platform == "cuda" else platform
 
     def spec(self, *axes: str | None) -> PartitionSpec:
         """PartitionSpec of an array with these logical axes; None is a replicated axis."""
-        return PartitionSpec(*(self._mesh_axis(axis) for axis in axes))
+        return PartitionSpec(*(self.mesh_axis(axis) for axis in axes))
 
     def sharding(self, *axes: str | None) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(*axes))
 
+    def whole(self, x: jax.Array) -> jax.Array:
+        """x, said to be replicated: between the layers' cuts the partitioner is left no choice."""
+        return jax.lax.with_sharding_constraint(x, self.sharding())
+
     def degree(self, axis: str) -> int:
         """How many parts a logical axis is cut into."""
-        name = self._mesh_axis(axis)
+        name = self.mesh_axis(axis)
         return 1 if name is None else self.mesh.shape[name]
 
-    def _mesh_axis(self, axis: str | None) -> str | None:
+    def mesh_axis(self, axis: str | None) -> str | None:
+        """The mesh axis a logical axis is cut on, None if it is replicated."""
         return dict(self.rules).get(axis) if axis else None
 
     def kv_heads(self, model: ModelConfig) -> int:

@@ -38,7 +38,7 @@ def paged_attention(q, k_pages: Pages, v_pages: Pages, page_table, query_starts,
     walk = Walk(s.page_size, s.pages, s.splits, window)
     # Scores in base 2, whose exponential the chip has; those that are capped, in caps.
     unit = scale * LOG2E if soft_cap is None else scale / soft_cap
-    q = q.astype(jnp.float32) * unit
+    dtype, q = q.dtype, q.astype(jnp.float32) * unit
     if decode:
         tiles = decode_tiles(kv_lengths, walk)
         real = kv_lengths > 0
@@ -61,7 +61,7 @@ def paged_attention(q, k_pages: Pages, v_pages: Pages, page_table, query_starts,
                 k_pages, v_pages, interpret)
     out = out[:, :, : heads // s.kv_heads] if decode else out.transpose(2, 0, 1, 3)[:tokens]
     # What no tile wrote is uninitialised.
-    return jnp.where(real[:, None, None], out.reshape(tokens, heads, width), 0).astype(q.dtype)
+    return jnp.where(real[:, None, None], out.reshape(tokens, heads, width), 0).astype(dtype)
 
 
 def _sizes(q, k_pages: Pages, v_pages: Pages, table: tuple[int, int], chip, decode: bool) -> tuple[Sizes, Any]:

@@ -18,7 +18,7 @@ class _Reader:
 def test_weights_round_to_the_nearest_step_of_their_channel():
     weight = np.random.default_rng(0).standard_normal((6, 40)).astype(np.float32)
     weight[3] = 0.0
-    values, scale = quantised_rows(plain("w", (6, 40), (None, None)), 1)
+    values, scale = quantised_rows(plain("w", (6, 40), (None, None)))
     reader, everything = _Reader(weight), (slice(0, 6), slice(0, 40))
     q, s = values.read(reader, everything), scale.read(reader, everything[:1])
     assert q.dtype == np.int8
@@ -30,7 +30,7 @@ def test_weights_round_to_the_nearest_step_of_their_channel():
 def test_a_shard_has_the_scale_of_its_whole_channel():
     """Cut along the inputs, every part must use the channel's one scale."""
     weight = np.random.default_rng(1).standard_normal((4, 16)).astype(np.float32)
-    values, _ = quantised_rows(plain("w", (4, 16), (None, None)), 1)
+    values, _ = quantised_rows(plain("w", (4, 16), (None, None)))
     reader = _Reader(weight)
     whole = values.read(reader, (slice(0, 4), slice(0, 16)))
     parts = [values.read(reader, (slice(1, 3), slice(i, i + 8))) for i in (0, 8)]

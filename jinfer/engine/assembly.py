@@ -1,0 +1,94 @@
+"""Assembly: a model and a configuration made into programs, before there are weights."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jinfer.config import EngineConfig, ModelConfig
+from jinfer.engine.buckets import Buckets
+from jinfer.engine.catalog import ProgramCatalog, Weights, shard_bytes
+from jinfer.engine.programs import Programs
+from jinfer.engine.state import record_width
+from jinfer.errors import ConfigError
+from jinfer.kv import pages_for, pool_pages
+from jinfer.models import build_model
+from jinfer.models.parameter import Parameter, Precision
+from jinfer.observe.metrics import Metrics
+from jinfer.sharding import Layout
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assembly:
+    """What the engine runs and a plan compiles, for devices that may not be here.
+
+    Attributes:
+      config: every `auto` resolved. parameters: the weights, in the order programs take them.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    layout: Layout
+    programs: Programs
+    buckets: Buckets
+    parameters: list[Parameter]
+
+    @classmethod
+    def build(cls, model: ModelConfig, config: EngineConfig, layout: Layout) -> "Assembly":
+        """Raises LayoutError or ConfigError where the parts do not fit together."""
+        layout.check(model)
+        config = resolve(config, model, layout.platform)
+        assert config.max_context is not None
+        precision = Precision.of(config.dtype, config.quantization)
+        graph, abstract = nnx.split(build_model(model, layout, precision))
+        parameters, treedef = jax.tree.flatten(abstract)
+        programs = Programs(
+            graph=graph, treedef=treedef, layout=layout, config=model, max_logprobs=config.max_logprobs,
+            steps=config.decode_steps, page_size=config.page_size, record_width=record_width(config.max_stop_ids),
+            table_width=pages_for(config.max_context, config.page_size), max_context=config.max_context,
+            max_bias=config.max_logit_bias)
+        narrow_cpu = layout.platform == "cpu" and precision.weight_dtype.itemsize < 4
+        buckets = Buckets.build(prefill_tokens=config.prefill_tokens, max_rows=config.max_rows,
+                                smallest_rows=2 if narrow_cpu else 1)
+        return cls(config, model, layout, programs, buckets, parameters)
+
+    def abstract_weights(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings the weights will have on the devices."""
+        return [jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=self.layout.sharding(*p.axes))
+                for p in self.parameters]
+
+    def catalog(self, weights: Weights, metrics: Metrics) -> ProgramCatalog:
+        """The programs for these weights, none compiled yet."""
+        return ProgramCatalog(self.programs, self.buckets, weights, jnp.dtype(self.config.kv_dtype),
+                              rows=self.config.max_rows, metrics=metrics, forbid=self.config.forbid_compilation)
+
+
+def pages_in(free: int, config: EngineConfig, catalog: ProgramCatalog) -> int:
+    """P of a pool in `free` bytes a device. Raises ConfigError if one sequence would not fit."""
+    token = sum(shard_bytes(x) for x in jax.tree.leaves(catalog.abstract_kv(pages=1))) // config.page_size
+    assert config.max_context is not None
+    return pool_pages(free, token_bytes=token, page_size=config.page_size, max_rows=config.max_rows,
+                      max_context=config.max_context)
+
+
+def pool_bytes(memory: int, catalog: ProgramCatalog) -> int:
+    """What `memory` bytes a device leave for the pool: all but weights, state and the largest temporaries."""
+    kept = sum(shard_bytes(x) for x in jax.tree.leaves((catalog.weights, catalog.abstract_state())))
+    return memory - kept - catalog.workspace(pages=2)
+
+
+def resolve(config: EngineConfig, model: ModelConfig, platform: str) -> EngineConfig:
+    """Replaces every `auto` and None that depends on the model or the platform of the mesh."""
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if platform == "cpu" else "bfloat16"
+    kv_dtype = config.kv_dtype
+    if kv_dtype == "auto":
+        # An int8 model has given up more precision than bfloat16 KV costs.
+        kv_dtype = "bfloat16" if config.quantization == "int8" else dtype
+    max_context = config.max_context or model.max_context
+    if max_context > model.max_context and model.rope.kind != "dynamic":  # which stretches to any length
+        raise ConfigError(f"max_context: {max_context} is more than the model's {model.max_context}")
+    return dataclasses.replace(config, dtype=dtype, kv_dtype=kv_dtype, max_context=max_context,
+                               max_logprobs=min(config.max_logprobs, model.vocab_size))

@@ -43,30 +43,45 @@ def compiled(mesh: Mesh, dumps: Path, target: str, arguments: list[Any]) -> dict
     module, _, name = target.partition(":")
     function, shapes = getattr(importlib.import_module(module), name)(*arguments)
     sharded = jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
-    for path in dumps.rglob("*.txt*"):
+    for path in [path for path in dumps.rglob("*") if path.is_file()]:
         path.unlink()
     start = time.perf_counter()
     lowered = jax.jit(sharded).lower(*shapes)
     middle = time.perf_counter()
     executable = lowered.compile()
     seconds = time.perf_counter() - middle
+    hlo = executable.as_text() or ""
     stats = executable.memory_analysis()
     return {"lower_seconds": middle - start, "compile_seconds": seconds,
-            "temporary_bytes": stats.temp_size_in_bytes if stats else 0, "kernels": list(kernels(dumps))}
+            "temporary_bytes": stats.temp_size_in_bytes if stats else 0,
+            "kernels": [*tpu_kernels(dumps, hlo), *gpu_kernels(dumps, hlo)]}
 
 
-def kernels(dumps: Path) -> Iterator[dict[str, Any]]:
-    """What the dumps say about each kernel, whatever XLA itself made included (fusions, copies)."""
-    profiles = "".join(path.read_text() for path in dumps.rglob("*_static_llo_profile.textproto"))
-    cycles = dict(re.findall(r'hlo_op_name: "([^"]*)"\s+estimated_cycles: (\d+)', profiles))
+def tpu_kernels(dumps: Path, hlo: str) -> Iterator[dict[str, Any]]:
+    """What the compiler's dumps say about each op that has code of its own: kernels, and what XLA made (fusions)."""
+    ours = set(re.findall(r'%(\S+) = [^\n]*custom_call_target="tpu_custom_call"', hlo))
+    cycles = dict(re.findall(r'%(\S+) = [^\n]*"estimated_cycles":"(\d+)"', hlo))
+    for path in dumps.rglob("*_static_llo_profile.textproto"):
+        cycles |= dict(re.findall(r'hlo_op_name: "([^"]*)"\s+estimated_cycles: (\d+)', path.read_text()))
     for path in sorted(dumps.rglob("*-final_bundles.txt")):
         match = re.fullmatch(r"\d+-(.*)-\d+-final_bundles\.txt", path.name)
-        if match is None or match[1] == "TLP" or match[1].startswith("<"):  # the program around the kernels
+        if match is None or match[1] == "TLP" or match[1].startswith("<"):  # the program around the ops
             continue
         utilization = _beside(path, match[1], "final_hlo-static-per-bundle-utilization")
         tree = bundles.nest(path.read_text(), utilization)
-        yield {"name": match[1], "estimated_cycles": int(cycles[match[1]]) if match[1] in cycles else None,
+        yield {"name": match[1], "pallas": match[1] in ours,
+               "estimated_cycles": int(cycles[match[1]]) if match[1] in cycles else None,
                "memory": bundles.memory(_beside(path, match[1], "post-ra")), "tree": tree.to_json()}
+
+
+def gpu_kernels(dumps: Path, hlo: str) -> Iterator[dict[str, Any]]:
+    """Kernels and the shared memory each asks for; the dump says nothing about time or registers."""
+    ours = re.findall(r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|mosaic_gpu\w*)"', hlo)
+    lines = [line for path in dumps.rglob("*thunk_sequence.txt") for line in path.read_text().splitlines()]
+    for line in lines:
+        if match := re.search(r"(\w+) grid: .*shared_memory: (\d+) bytes", line):
+            yield {"name": match[1], "pallas": bool(ours) and "kCustomKernel" in line, "estimated_cycles": None,
+                   "memory": {"shared": int(match[2])}, "tree": None}
 
 
 def _beside(path: Path, name: str, label: str) -> str:

@@ -21,23 +21,30 @@ class CompileError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernel:
-    """One op of the compiled program that has code of its own (TPU only).
+    """One op of the compiled program that has code of its own.
 
     Attributes:
-      name: as in the compiled HLO. estimated_cycles: the compiler's own, which guesses dynamic trip counts.
-      memory: bytes by memory space (vmem, smem, sflag), inputs' and outputs' windows and spills included.
-      tree: its loops.
+      name: as in the compiled HLO. pallas: a Pallas kernel; else XLA made it.
+      estimated_cycles: the compiler's own; for a kernel it guesses dynamic trip counts (`Compiler.profile`).
+      memory: bytes by memory space: vmem and smem, windows and spills included; shared (GPU).
+      tree: its loops (TPU).
     """
 
     name: str
+    pallas: bool
     estimated_cycles: int | None
     memory: Mapping[str, int]
-    tree: Node
+    tree: Node | None
+
+    @property
+    def bundles(self) -> int:
+        """Bundles of code, each counted once; 0 for a GPU."""
+        return 0 if self.tree is None else self.tree.last + 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compiled:
-    """lower_seconds, compile_seconds; temporary_bytes of device memory; the kernels, empty for a GPU."""
+    """lower_seconds, compile_seconds; temporary_bytes of device memory; kernels, XLA's own included."""
 
     lower_seconds: float
     compile_seconds: float
@@ -45,7 +52,7 @@ class Compiled:
     kernels: tuple[Kernel, ...]
 
     def kernel(self, name: str = "") -> Kernel:
-        """The one with the most bundles among those whose name contains `name`.
+        """The one with the most code among those whose name contains `name`, a Pallas kernel if there is one.
 
         Raises:
           LookupError: there is none.
@@ -53,7 +60,7 @@ class Compiled:
         found = [kernel for kernel in self.kernels if name in kernel.name]
         if not found:
             raise LookupError(f"no kernel {name!r} among {[kernel.name for kernel in self.kernels]}")
-        return max(found, key=lambda kernel: kernel.tree.last)
+        return max(found, key=lambda kernel: (kernel.pallas, kernel.bundles))
 
 
 class Compiler:
@@ -63,15 +70,15 @@ class Compiler:
       topology: v5e:1x1, v5p:1x1x1, v6e:1x1, tpu7x:1x1x1, ..; or the path of a GPU's target config (.txtpb).
       timeout: seconds for one kernel.
       profile: also ask for the compiler's own cycle estimates, which takes it up to 20 times as long (it unrolls
-        loops). libtpu aborts on some kernels then, such as those that compute DMA addresses on v5e: these are compiled
-        again without.
+        loops). libtpu aborts on some kernels then, such as those that compute DMA addresses on v5e: such a kernel, and
+        all after it, are compiled without.
     """
 
     def __init__(self, topology: str, timeout: float = 300, profile: bool = False) -> None:
         self.topology, self.timeout, self.profile = topology, timeout, profile
         self._process: subprocess.Popen[str] | None = None
         self._dumps = tempfile.TemporaryDirectory(prefix="aot-")
-        self._errors = tempfile.TemporaryFile("w+")
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close
 
     def __enter__(self) -> Self:
         return self
@@ -95,24 +102,26 @@ class Compiler:
         """
         answer = self._ask(target, arguments, self.profile)
         if answer is None and self.profile:
+            self.profile = False
             answer = self._ask(target, arguments, False)
         if answer is None:
             raise CompileError(f"the compiler died: {self._tail()}")
         if "error" in answer:
             raise CompileError(answer["error"])
-        kernels = tuple(Kernel(k["name"], k["estimated_cycles"], k["memory"], Node.from_json(k["tree"]))
-                        for k in answer["kernels"])
+        kernels = tuple(Kernel(**{**fields, "tree": fields["tree"] and Node.from_json(fields["tree"])})
+                        for fields in answer["kernels"])
         return Compiled(answer["lower_seconds"], answer["compile_seconds"], answer["temporary_bytes"], kernels)
 
     def _ask(self, target: str, arguments: tuple[Any, ...], profile: bool) -> dict[str, Any] | None:
         """The child's answer, None if it died."""
         if self._process is None or profile != self._profiling:
             self._start(profile)
-        process = self._process
-        assert process is not None and process.stdin is not None
+        assert self._process is not None
+        requests = self._process.stdin
+        assert requests is not None
         try:
-            process.stdin.write(json.dumps({"target": target, "arguments": arguments}) + "\n")
-            process.stdin.flush()
+            requests.write(json.dumps({"target": target, "arguments": arguments}) + "\n")
+            requests.flush()
             line = self._answers.get(timeout=self.timeout)
         except queue.Empty:
             self._end()
@@ -135,7 +144,8 @@ class Compiler:
         if profile:
             flags.append(f"--xla_jf_dump_static_llo_profile_to={dumps}")
         # The child compiles only: no accelerator of this machine is touched.
-        environment = dict(os.environ, JAX_PLATFORMS="cpu", LIBTPU_INIT_ARGS=" ".join(flags),
+        xla_flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dumps}" if _is_gpu(self.topology) else ""
+        environment = dict(os.environ, JAX_PLATFORMS="cpu", LIBTPU_INIT_ARGS=" ".join(flags), XLA_FLAGS=xla_flags,
                            PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path),
                            JAX_ENABLE_COMPILATION_CACHE="false")
         self._process = subprocess.Popen(
@@ -165,8 +175,12 @@ def _forward(lines: Any, answers: "queue.Queue[str]") -> None:
 
 def can_compile(topology: str) -> bool:
     """Whether the packages that compile for it are installed."""
-    packages = ("jax_cuda13_plugin", "jax_plugins.xla_cuda13") if topology.endswith(".txtpb") else ("libtpu",)
+    packages = ("jax_cuda13_plugin", "jax_plugins.xla_cuda13") if _is_gpu(topology) else ("libtpu",)
     try:
         return all(importlib.util.find_spec(package) is not None for package in packages)
     except ModuleNotFoundError:
         return False
+
+
+def _is_gpu(topology: str) -> bool:
+    return topology.endswith(".txtpb")

@@ -8,15 +8,15 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping
 
-from pallas_kernels.aot.bundles import UNITS
-from pallas_kernels.aot.compiler import Compiler, Kernel
+from pallas_kernels.aot.bundles import UNITS, Node
+from pallas_kernels.aot.compiler import Compiler
 
 
-def table(kernel: Kernel, trips: Mapping[str, float]) -> Iterator[str]:
+def table(tree: Node, trips: Mapping[str, float]) -> Iterator[str]:
     """Lines: a part of the kernel each, with the trips assumed (? where nothing is known: counted once)."""
     yield (f"{'part':16}{'bundles':>18}{'trips':>9}{'own':>7}" + "".join(f"{unit:>8}" for unit in UNITS)
            + f"{'cycles':>12}")
-    for depth, node in kernel.tree.walk():
+    for depth, node in tree.walk():
         known = trips.get(node.name, node.trips)
         count = "?" if known is None else f"{known:g}"
         yield (f"{'  ' * depth + node.name:16}{f'{node.first:#x}-{node.last:#x}':>18}{count:>9}{node.bundles:7}"
@@ -37,7 +37,9 @@ def main() -> None:
     with Compiler(options.topology, profile=options.estimate) as compiler:
         compiled = compiler.compile(options.target, *map(_parsed, options.arguments))
     kernel = compiled.kernel(options.kernel)
-    print(*table(kernel, trips), sep="\n")
+    if kernel.tree is None:
+        raise SystemExit(f"{options.topology}: the compiler shows no code, only {dict(kernel.memory)}")
+    print(*table(kernel.tree, trips), sep="\n")
     memory = ", ".join(f"{space} {size / 1024:.0f} KiB" for space, size in kernel.memory.items() if size >= 1024)
     print(f"{kernel.name} on {options.topology}: {kernel.tree.cycles(trips):.0f} cycles with these trips; "
           + (f"the compiler's own estimate {kernel.estimated_cycles}; " if options.estimate else "")

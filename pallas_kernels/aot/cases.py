@@ -1,0 +1,19 @@
+"""A bench case as something `Compiler.compile` can name: 'pallas_kernels.aot.cases:case'."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from pallas_kernels.bench import cases
+from pallas_kernels.platform import Implementation
+
+TARGET = "pallas_kernels.aot.cases:case"
+
+
+def case(operation: str, kind: str, name: str, implementation: Implementation) -> tuple[Callable[..., Any], Any]:
+    """(function, abstract arguments) of the case of that name; kind is 'sweep' or 'timing'."""
+    found = {case.name: case for case in cases(operation, kind)}[name]
+    shapes = jax.eval_shape(found.make, jax.random.key(0))
+    return functools.partial(found.function, implementation=implementation), shapes

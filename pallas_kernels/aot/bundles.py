@@ -15,7 +15,7 @@ DELAY_SLOTS = 4  # bundles after a branch that run whether it is taken or not
 
 _BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) +([A-Z]{2})? *: *[> ]*\{", re.MULTILINE)
 _LOOP = re.compile(r" *0x[0-9a-f]+ +L[BH]:")
-_BRANCH = re.compile(r"sbr\.rel(?P<predicate> \(!?%\w+\))? target = \$region(?P<region>\d+)")
+_BRANCH = re.compile(r"sbr\.rel(?: \(!?%\w+\))? target = \$region(?P<region>\d+)")
 _START = re.compile(r"Start(?:/End empty)? region (\d+)")
 _EXIT = re.compile(r"= scmp\.\w+\.s32\.totalorder %\w+, (\d+) /\* loop exit test")
 _ALLOCATION = re.compile(r"#allocation\w+ \[shape = '[^']*', space=(\w+), size = (0x[0-9a-f]+)")
@@ -72,20 +72,13 @@ def nest(bundles: str, utilization: str) -> Node:
     Raises:
       ValueError: the two do not describe the same bundles, or a loop has no branch back: the dump has another form.
     """
-    matches = list(_BUNDLE.finditer(bundles))
-    ends = [m.start() for m in matches[1:]] + [len(bundles)]
-    texts = [bundles[m.start():end] for m, end in zip(matches, ends, strict=True)]
+    texts = split(bundles)
     units = [list(map(int, line.split())) for line in utilization.splitlines() if re.fullmatch(r"[\d ]+", line.strip())]
     units = units[-len(texts):]  # above them stands how many slots a bundle has
-    if [int(m[1], 16) for m in matches] != list(range(len(texts))) or len(units) != len(texts):
+    if len(units) != len(texts):
         raise ValueError(f"{len(texts)} bundles and {len(units)} lines of units: not the dump this was written for")
-
-    starts: dict[str, int] = {}
-    for address, text in enumerate(texts):
-        for region in _START.findall(text):
-            starts.setdefault(region, address)
     root = Node("kernel", 0, len(texts) - 1, 1)
-    for node in _named(sorted(_spans(texts, starts), key=lambda span: (span[1], -span[2], span[0] == "L"))):
+    for node in _named(sorted(_spans(texts), key=lambda span: (span[1], -span[2], span[0] == "L"))):
         _insert(root, node)
     for address, used in enumerate(units):
         node = _innermost(root, address)
@@ -105,18 +98,40 @@ def memory(text: str) -> dict[str, int]:
     return sizes
 
 
-def _spans(texts: Sequence[str], starts: Mapping[str, int]) -> list[tuple[str, int, int, int | None]]:
+def split(bundles: str) -> list[str]:
+    """The dump's text of each bundle, by address.
+
+    Raises:
+      ValueError: addresses do not count from 0.
+    """
+    matches = list(_BUNDLE.finditer(bundles))
+    if [int(m[1], 16) for m in matches] != list(range(len(matches))):
+        raise ValueError("addresses of bundles do not count from 0: not the dump this was written for")
+    ends = [m.start() for m in matches[1:]] + [len(bundles)]
+    return [bundles[m.start():end] for m, end in zip(matches, ends, strict=True)]
+
+
+def branches(texts: Sequence[str]) -> dict[int, int]:
+    """Where each bundle that has a branch may go to; the kernel's end, which starts no region, is the last bundle."""
+    starts: dict[str, int] = {}
+    for address, text in enumerate(texts):
+        for region in _START.findall(text):
+            starts.setdefault(region, address)
+    return {address: starts.get(branch["region"], len(texts) - 1)
+            for address, text in enumerate(texts) for branch in _BRANCH.finditer(text)}
+
+
+def _spans(texts: Sequence[str]) -> list[tuple[str, int, int, int | None]]:
     """(L, I or E; first; last; trips) of every loop and every stretch that a branch may skip."""
     loops: dict[int, int] = {}
     skips: list[tuple[str, int, int]] = []
-    for address, text in enumerate(texts):
-        for branch in _BRANCH.finditer(text):
-            target = starts.get(branch["region"], len(texts) - 1)  # the kernel's end starts no region
-            after = address + DELAY_SLOTS
-            if target <= address:
-                loops[target] = max(loops.get(target, 0), min(after, len(texts) - 1))
-            elif target > after + 1:
-                skips.append(("I" if branch["predicate"] else "E", after + 1, target - 1))
+    for address, target in branches(texts).items():
+        after = address + DELAY_SLOTS
+        if target <= address:
+            loops[target] = max(loops.get(target, 0), min(after, len(texts) - 1))
+        elif target > after + 1:
+            predicated = " (" in texts[address][texts[address].index("sbr.rel"):].split("target")[0]
+            skips.append(("I" if predicated else "E", after + 1, target - 1))
     if missed := [hex(address) for address, text in enumerate(texts) if _LOOP.match(text) and address not in loops]:
         raise ValueError(f"no branch goes back to the loops at {', '.join(missed)}: not the dump this was written for")
     spans: list[tuple[str, int, int, int | None]] = []

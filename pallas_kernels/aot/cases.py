@@ -12,8 +12,9 @@ from pallas_kernels.platform import Implementation
 TARGET = "pallas_kernels.aot.cases:case"
 
 
-def case(operation: str, kind: str, name: str, implementation: Implementation) -> tuple[Callable[..., Any], Any]:
-    """(function, abstract arguments) of the case of that name; kind is 'sweep' or 'timing'."""
+def case(operation: str, kind: str, name: str, implementation: Implementation) -> tuple[
+        Callable[..., Any], Any, Callable[[], Any]]:
+    """(function, abstract arguments, make) of the case of that name; kind is 'sweep' or 'timing'."""
     found = {case.name: case for case in cases(operation, kind)}[name]
     shapes = jax.eval_shape(found.make, jax.random.key(0))
-    return functools.partial(found.function, implementation=implementation), shapes
+    return functools.partial(found.function, implementation=implementation), shapes, lambda: found.make(jax.random.key(0))

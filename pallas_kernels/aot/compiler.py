@@ -29,7 +29,8 @@ class Kernel:
       name: as in the compiled HLO. pallas: a Pallas kernel; else XLA made it.
       estimated_cycles: the compiler's own; for a kernel it guesses dynamic trip counts (`Compiler.profile`).
       memory: bytes by memory space: vmem and smem, windows and spills included; shared (GPU).
-      tree: its loops (TPU).
+      tree: its loops (TPU). cycles: bundles it issues, hbm_bytes: what its DMAs move, trips: runs of the tree's parts,
+        all for the arguments the target gave; None and {} if it gave none.
     """
 
     name: str
@@ -37,6 +38,9 @@ class Kernel:
     estimated_cycles: int | None
     memory: Mapping[str, int]
     tree: Node | None
+    cycles: int | None
+    hbm_bytes: int | None
+    trips: Mapping[str, float]
 
     @property
     def bundles(self) -> int:
@@ -94,10 +98,11 @@ class Compiler:
         self._dumps.cleanup()
 
     def compile(self, target: str, *arguments: Any) -> Compiled:
-        """Compiles what `module:function`, called with the arguments (JSON), returns: (function, abstract arguments).
+        """Compiles what `module:function`, called with the arguments (JSON), returns: (function, shapes[, make]).
 
-        The function is called inside `jax.shard_map` over one device; abstract arguments are
-        `jax.ShapeDtypeStruct`s or trees of them.
+        The function is called inside `jax.shard_map` over one device; shapes are its arguments as
+        `jax.ShapeDtypeStruct`s or trees of them. make() makes real ones, in JAX: given that, a TPU kernel's scalar
+        program is run to count its cycles (execute.py); only the kernel's scalar arguments are computed.
 
         Raises:
           CompileError: it did not compile, took too long, or the compiler died of it.

@@ -17,4 +17,5 @@ def case(operation: str, kind: str, name: str, implementation: Implementation) -
     """(function, abstract arguments, make) of the case of that name; kind is 'sweep' or 'timing'."""
     found = {case.name: case for case in cases(operation, kind)}[name]
     shapes = jax.eval_shape(found.make, jax.random.key(0))
-    return functools.partial(found.function, implementation=implementation), shapes, lambda: found.make(jax.random.key(0))
+    function = functools.partial(found.function, implementation=implementation)
+    return function, shapes, lambda: found.make(jax.random.key(0))

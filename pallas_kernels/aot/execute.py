@@ -22,7 +22,8 @@ _PREDICATE = re.compile(r"\((?P<not>!?)%(?P<name>p\w+)(?:, %(?P<otherwise>\w+))?
 _VALUE = re.compile(r"%(?P<name>[sp]\w+)|\[#(?P<allocation>allocation\w+)(?: \+ \$(?P<offset>0x[0-9a-f]+))?"
                     r"(?: \+ %(?P<index>s\w+))?\]|(?P<number>-?\d+)|\[%(?P<base>s\w+)(?: \+ (?:%(?P<plus>s\w+)|"
                     r"\$(?P<hex>0x[0-9a-f]+)))?\]")
-_ALLOCATION = re.compile(r"#(allocation\w+) \[shape = '[^']*', space=(\w+), size = (0x[0-9a-f]+)(?:.*?tag = '([^']*)')?")
+_ALLOCATION = re.compile(
+    r"#(allocation\w+) \[shape = '[^']*', space=(\w+), size = (0x[0-9a-f]+)(?:.*?tag = '([^']*)')?")
 
 # Values are unsigned 32-bit; flipping the top bit makes an unsigned comparison a signed one.
 _SIGN, _MASK = 1 << 31, (1 << 32) - 1

@@ -1,7 +1,7 @@
 """What a kernel costs on a TPU that is not here: `python -m pallas_kernels.aot.profile module:function [argument ..]`.
 
-`module:function` returns (function, abstract arguments[, make]); see `compiler.Compiler.compile`. Prints the loop tree of
-the largest kernel: bundles (cycles issued) and uses of each unit, a run of each part. With `make`, which makes real
+`module:function` returns (function, abstract arguments[, make]); see `compiler.Compiler.compile`. Prints the loop tree
+of the largest kernel: bundles (cycles issued) and uses of each unit, a run of each part. With `make`, which makes real
 arguments, runs are counted by running the kernel's scalar program; without it dynamic loops count as --trips says.
 """
 

@@ -52,8 +52,7 @@ def _trace(jaxpr: Jaxpr, consts: Sequence[Thunk], arguments: Sequence[Thunk],
 
 
 def _run(eqn: Any, inputs: Sequence[Thunk]) -> Sequence[Any]:
-    functions, parameters = eqn.primitive.get_bind_params(eqn.params)
-    result = eqn.primitive.bind(*functions, *(thunk() for thunk in inputs), **parameters)
+    result = eqn.primitive.bind(*(thunk() for thunk in inputs), **eqn.primitive.get_bind_params(eqn.params))
     return result if eqn.primitive.multiple_results else [result]
 
 

@@ -57,6 +57,26 @@ for _name, _sign in (("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="), ("eq"
     _OPS[f"scmp.{_name}.u32.totalorder"] = lambda a, b, sign=_sign: f"{a} {sign} {b}"
 
 
+class Unknown:
+    """A scalar nobody can know here (made by a vector, read from memory that only a DMA writes).
+
+    Computing with it gives it again; deciding by it raises ValueError.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def _same(self, *_: Any) -> "Unknown":
+        return self
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __and__ = __rand__ = __or__ = __ror__ = _same
+    __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _same
+    __lt__ = __le__ = __gt__ = __ge__ = _same
+
+    def __bool__(self) -> bool:
+        raise ValueError(f"where the kernel goes depends on {self.what}")
+
+
 def runs(bundles: str, allocations: str, scalars: Sequence[np.ndarray]) -> tuple[list[int], int]:
     """How often each bundle runs, and the bytes of DMAs from and to HBM.
 
@@ -83,7 +103,7 @@ def runs(bundles: str, allocations: str, scalars: Sequence[np.ndarray]) -> tuple
                 lines.append(f"    go = {test}")
                 way, predicate = ways[address], "go"
         lines.append(f"    return {f'{way} if {predicate} else {after}' if way is not None else after}")
-        space: dict[str, Any] = {}
+        space: dict[str, Any] = {"Unknown": Unknown}
         exec("\n".join(lines), space)  # the program is a compiler's output, translated to assignments
         blocks[first] = (after - first, space["block"])
 
@@ -100,8 +120,8 @@ def runs(bundles: str, allocations: str, scalars: Sequence[np.ndarray]) -> tuple
             raise ValueError(f"more than {MOST_BUNDLES} bundles ran")
         try:
             at = block(values, registers, memory, moved)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"the block at {at:#x} needs what is not known: {error!r}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"bundle {at:#x} and after: {error!r}") from error
     return [counts[first] for first in leaders for _ in range(blocks[first][0])], moved[0] * GRANULE
 
 
@@ -177,7 +197,7 @@ def _translated(text: str, bases: Mapping[str, int], scalars: Sequence[np.ndarra
         elif to is None or not re.fullmatch(r"[sp]\d+_[sp]\d+|s\d+_s\d+", to):
             continue
         elif op == "sphi":
-            first.append(f"e['{to}'] = r.get('{to.rpartition('_')[2]}')")
+            first.append(f"e['{to}'] = r.get('{to.rpartition('_')[2]}', Unknown('a register'))")
         else:
             rest.append(_assignment(to, op, arguments, operand, bases, scalars))
     return first + rest, test
@@ -193,7 +213,8 @@ def _assignment(to: str, op: str, arguments: str, operand: re.Match[str] | None,
     predicate = _PREDICATE.search(arguments) if op != "scalar_select" else None
     inputs = _PREDICATE.sub("", arguments) if predicate is not None else arguments
     if op == "sld":
-        value = f"m.get({_address(inputs, bases)})"
+        place = _address(inputs, bases)
+        value = f"m[a] if (a := {place}) in m else Unknown('scalar memory that nothing wrote')"
     elif op.startswith(("scalar_lea", "int_to_ptr")):
         parts = _arguments(re.sub(r"\[resolvable[^]]*\]", "", inputs), bases)
         # A pointer into an allocation names it once more, behind the offset.
@@ -201,10 +222,10 @@ def _assignment(to: str, op: str, arguments: str, operand: re.Match[str] | None,
     elif op in _OPS:
         value = _OPS[op](*([] if op == "vpop.sfrf" else _arguments(inputs, bases)))
     else:
-        value = "None"
+        value = f"Unknown({op + arguments!r})"
     if predicate is not None:
         otherwise = (f"e['{predicate['otherwise']}']" if predicate["otherwise"]
-                     else f"r.get('{register}')")
+                     else f"r.get('{register}', Unknown('a register'))")
         value = f"({value}) if {_truth(predicate)} else {otherwise}"
     return f"e['{to}'] = r['{register}'] = {value}"
 

@@ -78,7 +78,8 @@ def tpu_kernels(dumps: Path, hlo: str, scalars: list[tuple[str, list[np.ndarray]
         found = {"name": match[1], "pallas": match[1] in ours, "memory": bundles.memory(allocations),
                  "estimated_cycles": int(cycles[match[1]]) if match[1] in cycles else None, "tree": tree.to_json(),
                  "cycles": None, "hbm_bytes": None, "trips": {}}
-        call = next((call for call in waiting if re.fullmatch(rf"{re.escape(call[0])}(\.\d+)*", match[1])), None)
+        call = next((call for call in waiting if len(call[1]) == allocations.count("prefetched SMEM operand")
+                     and re.fullmatch(rf"{re.escape(call[0]) or '.*'}(\.\d+)*", match[1])), None)
         if call is not None and found["pallas"]:
             waiting.remove(call)
             counts, found["hbm_bytes"] = execute.runs(code, allocations, call[1])

@@ -39,16 +39,17 @@ _OPS: dict[str, Callable[..., str]] = {
     "sshll.u32": lambda a, b: f"({a} << {b}) & {_MASK}",
     "sshrl.u32": lambda a, b: f"{a} >> {b}",
     "sshra.s32": lambda a, b: f"((({a} ^ {_SIGN}) - {_SIGN}) >> {b}) & {_MASK}",
-    "smin.u32": lambda a, b: f"min({a}, {b})",
-    "smax.u32": lambda a, b: f"max({a}, {b})",
-    "smin.s32": lambda a, b: f"min({a} ^ {_SIGN}, {b} ^ {_SIGN}) ^ {_SIGN}",
-    "smax.s32": lambda a, b: f"max({a} ^ {_SIGN}, {b} ^ {_SIGN}) ^ {_SIGN}",
-    "scalar_select": lambda p, a, b: f"{a} if {p} else {b}",
-    "pneg": lambda a: f"not {a}",
-    "por": lambda a, b: f"{a} or {b}",
-    "pand": lambda a, b: f"{a} and {b}",
-    "pnand": lambda a, b: f"not ({a} and {b})",
-    "pxor": lambda a, b: f"{a} != {b}",
+    "smin.u32": lambda a, b: f"select({a} < {b}, {a}, {b})",
+    "smax.u32": lambda a, b: f"select({a} < {b}, {b}, {a})",
+    "smin.s32": lambda a, b: f"select(({a} ^ {_SIGN}) < ({b} ^ {_SIGN}), {a}, {b})",
+    "smax.s32": lambda a, b: f"select(({a} ^ {_SIGN}) < ({b} ^ {_SIGN}), {b}, {a})",
+    "scalar_select": lambda p, a, b: f"select({p}, {a}, {b})",
+    "pmov": lambda a: a,
+    "pneg": lambda a: f"{a} ^ True",
+    "por": lambda a, b: f"{a} | {b}",
+    "pand": lambda a, b: f"{a} & {b}",
+    "pnand": lambda a, b: f"({a} & {b}) ^ True",
+    "pxor": lambda a, b: f"{a} ^ {b}",
     "sc.u32": lambda a, b: f"{a} + {b} > {_MASK}",
     "vpop.sfrf": lambda: "0",  # a semaphore's value, read where a kernel checks that all is awaited
 }
@@ -60,21 +61,34 @@ for _name, _sign in (("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="), ("eq"
 class Unknown:
     """A scalar nobody can know here (made by a vector, read from memory that only a DMA writes).
 
-    Computing with it gives it again; deciding by it raises ValueError.
+    Computing with it gives it again, unless the other operand decides; going somewhere by it raises ValueError.
     """
 
     def __init__(self, what: str) -> None:
         self.what = what
 
-    def _same(self, *_: Any) -> "Unknown":
+    def _self(self, *_: Any) -> "Unknown":
         return self
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __and__ = __rand__ = __or__ = __ror__ = _same
-    __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _same
-    __lt__ = __le__ = __gt__ = __ge__ = _same
+    def _or(self, other: Any) -> Any:
+        return True if other is True else self
+
+    def _and(self, other: Any) -> Any:
+        return False if other is False else self
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __xor__ = __rxor__ = _self
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __lt__ = __le__ = __gt__ = __ge__ = _self
+    __eq__ = __ne__ = _self  # type: ignore[assignment]
+    __hash__ = object.__hash__
+    __or__ = __ror__ = _or
+    __and__ = __rand__ = _and
 
     def __bool__(self) -> bool:
         raise ValueError(f"where the kernel goes depends on {self.what}")
+
+
+def _select(predicate: Any, a: Any, b: Any) -> Any:
+    return predicate if isinstance(predicate, Unknown) else a if predicate else b
 
 
 def runs(bundles: str, allocations: str, scalars: Sequence[np.ndarray]) -> tuple[list[int], int]:
@@ -103,7 +117,7 @@ def runs(bundles: str, allocations: str, scalars: Sequence[np.ndarray]) -> tuple
                 lines.append(f"    go = {test}")
                 way, predicate = ways[address], "go"
         lines.append(f"    return {f'{way} if {predicate} else {after}' if way is not None else after}")
-        space: dict[str, Any] = {"Unknown": Unknown}
+        space: dict[str, Any] = {"Unknown": Unknown, "select": _select}
         exec("\n".join(lines), space)  # the program is a compiler's output, translated to assignments
         blocks[first] = (after - first, space["block"])
 
@@ -160,15 +174,24 @@ def _layout(allocations: str, scalars: Sequence[np.ndarray]) -> tuple[dict[str, 
         words = -(-int(size, 16) // 4)
         bases[name] = at
         if space == "smem" and (match := re.fullmatch(r"prefetched SMEM operand (\d+)", tag)):
-            values = np.asarray(scalars[int(match[1])], np.int32)
-            rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
-            stride = -(-rows.shape[1] // 128) * 128
-            if rows.shape[0] * stride > words:
-                raise ValueError(f"scalar argument {match[1]} {values.shape} does not fit its {4 * words} bytes")
-            for index, row in enumerate(rows):
-                memory |= {at + index * stride + i: int(value) & _MASK for i, value in enumerate(row)}
+            words_of = _words(np.asarray(scalars[int(match[1])]))
+            if words_of.size > words:
+                raise ValueError(f"scalar argument {match[1]}, {words_of.size} words, does not fit its {words}")
+            memory |= {at + index: int(word) for index, word in enumerate(words_of)}
         at += words + 128
     return bases, memory
+
+
+def _words(values: np.ndarray) -> np.ndarray:
+    """Scalar memory's words of an integer array: rows of 128, narrow types packed along the second last dimension."""
+    if values.ndim < 2:
+        values = values.reshape(1, -1)
+    packed = 4 // values.dtype.itemsize
+    padding = [(0, 0)] * (values.ndim - 2) + [(0, -values.shape[-2] % packed), (0, -values.shape[-1] % 128)]
+    rows = np.pad(values, padding).reshape(-1, packed, -(-values.shape[-1] // 128) * 128)
+    bits = 8 * values.dtype.itemsize
+    unsigned = rows.astype(np.int64) & ((1 << bits) - 1)
+    return (unsigned << (np.arange(packed) * bits)[:, None]).sum(1).reshape(-1)
 
 
 def _translated(text: str, bases: Mapping[str, int], scalars: Sequence[np.ndarray]) -> tuple[list[str], str]:
@@ -226,12 +249,12 @@ def _assignment(to: str, op: str, arguments: str, operand: re.Match[str] | None,
     if predicate is not None:
         otherwise = (f"e['{predicate['otherwise']}']" if predicate["otherwise"]
                      else f"r.get('{register}', Unknown('a register'))")
-        value = f"({value}) if {_truth(predicate)} else {otherwise}"
+        value = f"select({_truth(predicate)}, {value}, {otherwise})"
     return f"e['{to}'] = r['{register}'] = {value}"
 
 
 def _truth(predicate: re.Match[str]) -> str:
-    return f"{'not ' if predicate['not'] else ''}e['{predicate['name']}']"
+    return f"(e['{predicate['name']}']{' ^ True' if predicate['not'] else ''})"
 
 
 def _arguments(text: str, bases: Mapping[str, int]) -> list[str]:

@@ -15,7 +15,7 @@ Thunk = Callable[[], Any]
 
 
 def prefetched(program: Callable[[], Any]) -> list[tuple[str, list[np.ndarray]]]:
-    """(name, scalar arguments) of each kernel that `program`, a function without arguments, calls, in its order."""
+    """(name, scalar arguments) of each kernel that `program` calls, in its order; '' for a kernel without a name."""
     closed = jax.make_jaxpr(program)()
     found: list[tuple[str, list[Thunk]]] = []
     _trace(closed.jaxpr, [functools.partial(_same, const) for const in closed.consts], [], found)
@@ -36,9 +36,7 @@ def _trace(jaxpr: Jaxpr, consts: Sequence[Thunk], arguments: Sequence[Thunk],
         if eqn.primitive.name == "pallas_call":
             mapping = eqn.params["grid_mapping"]
             first = mapping.num_dynamic_grid_bounds
-            name = str(eqn.params["name_and_src_info"].name if "name_and_src_info" in eqn.params else
-                       eqn.params.get("name"))
-            found.append((name, inputs[first:first + mapping.num_index_operands]))
+            found.append((eqn.params.get("name") or "", inputs[first:first + mapping.num_index_operands]))
             outputs: list[Thunk] = [_unknown] * len(eqn.outvars)
         elif inner is not None and _has_kernel(inner):
             body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner

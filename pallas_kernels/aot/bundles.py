@@ -1,7 +1,8 @@
 """The loop nest of a compiled TPU kernel, read from the compiler's dump of its scheduled instruction bundles.
 
-A bundle is what a TensorCore issues in one cycle, and latencies are scheduled into it (empty bundles, delay slots);
-what is not: waiting for DMAs, bank conflicts. So bundles x trips is what a kernel costs where memory keeps up.
+A bundle is what a TensorCore issues in one cycle, and latencies are scheduled into them as empty bundles; what is not:
+waiting for DMAs, bank conflicts. So bundles x trips is what a kernel costs where memory keeps up. The dump to read is
+`packed-bundles-post-ra`: in the final one, later, runs of empty bundles are compressed into one that takes as long.
 """
 
 import dataclasses
@@ -11,12 +12,9 @@ from typing import Any
 
 # Columns of the dump's table of units, in its order; a bundle has this many slots (TPU v6e) of each.
 UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "fill", "VSTORE", "spill", "SALU")
-DELAY_SLOTS = 4  # bundles after a branch that run whether it is taken or not
-
 _BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) +([A-Z]{2})? *: *[> ]*\{", re.MULTILINE)
 _LOOP = re.compile(r" *0x[0-9a-f]+ +L[BH]:")
-_BRANCH = re.compile(r"sbr\.rel(?: \(!?%\w+\))? target = \$region(?P<region>\d+)")
-_START = re.compile(r"Start(?:/End empty)? region (\d+)")
+_BRANCH = re.compile(r"sbr\.rel (?P<predicate>\(!?%\w+\) )?target bundleno = (?P<target>\d+)")
 _EXIT = re.compile(r"= scmp\.\w+\.s32\.totalorder %\w+, (\d+) /\* loop exit test")
 _ALLOCATION = re.compile(r"#allocation\w+ \[shape = '[^']*', space=(\w+), size = (0x[0-9a-f]+)")
 
@@ -66,8 +64,17 @@ class Node:
         return sum(node.units[UNITS.index(unit)] for _, node in self.walk())
 
 
-def nest(bundles: str, utilization: str) -> Node:
-    """The kernel's tree, from the texts of its `final_bundles` and `final_hlo-static-per-bundle-utilization` dumps.
+def delay_slots(device_kind: str) -> int:
+    """Bundles after a branch that run whether it is taken or not."""
+    return 6 if device_kind == "TPU7x" else 4
+
+
+def nest(bundles: str, utilization: str, slots: int) -> Node:
+    """The kernel's tree.
+
+    Args:
+      bundles, utilization: texts of its `packed-bundles-post-ra` and `pre-delay_hlo-static-per-bundle-utilization`
+        dumps. slots: `delay_slots`.
 
     Raises:
       ValueError: the two do not describe the same bundles, or a loop has no branch back: the dump has another form.
@@ -78,7 +85,7 @@ def nest(bundles: str, utilization: str) -> Node:
     if len(units) != len(texts):
         raise ValueError(f"{len(texts)} bundles and {len(units)} lines of units: not the dump this was written for")
     root = Node("kernel", 0, len(texts) - 1, 1)
-    for node in _named(sorted(_spans(texts), key=lambda span: (span[1], -span[2], span[0] == "L"))):
+    for node in _named(sorted(_spans(texts, slots), key=lambda span: (span[1], -span[2], span[0] == "L"))):
         _insert(root, node)
     for address, used in enumerate(units):
         node = _innermost(root, address)
@@ -112,26 +119,21 @@ def split(bundles: str) -> list[str]:
 
 
 def branches(texts: Sequence[str]) -> dict[int, int]:
-    """Where each bundle that has a branch may go to; the kernel's end, which starts no region, is the last bundle."""
-    starts: dict[str, int] = {}
-    for address, text in enumerate(texts):
-        for region in _START.findall(text):
-            starts.setdefault(region, address)
-    return {address: starts.get(branch["region"], len(texts) - 1)
-            for address, text in enumerate(texts) for branch in _BRANCH.finditer(text)}
+    """Where each bundle that has a branch may go to."""
+    return {address: int(branch["target"]) for address, text in enumerate(texts) for branch in _BRANCH.finditer(text)}
 
 
-def _spans(texts: Sequence[str]) -> list[tuple[str, int, int, int | None]]:
+def _spans(texts: Sequence[str], slots: int) -> list[tuple[str, int, int, int | None]]:
     """(L, I or E; first; last; trips) of every loop and every stretch that a branch may skip."""
     loops: dict[int, int] = {}
     skips: list[tuple[str, int, int]] = []
     for address, target in branches(texts).items():
-        after = address + DELAY_SLOTS
+        after = address + slots
         if target <= address:
             loops[target] = max(loops.get(target, 0), min(after, len(texts) - 1))
         elif target > after + 1:
-            predicated = " (" in texts[address][texts[address].index("sbr.rel"):].split("target")[0]
-            skips.append(("I" if predicated else "E", after + 1, target - 1))
+            branch = _BRANCH.search(texts[address])
+            skips.append(("I" if branch and branch["predicate"] else "E", after + 1, target - 1))
     if missed := [hex(address) for address, text in enumerate(texts) if _LOOP.match(text) and address not in loops]:
         raise ValueError(f"no branch goes back to the loops at {', '.join(missed)}: not the dump this was written for")
     spans: list[tuple[str, int, int, int | None]] = []

@@ -52,29 +52,32 @@ def compiled(mesh: Mesh, dumps: Path, target: str, arguments: list[Any]) -> dict
     executable = lowered.compile()
     seconds = time.perf_counter() - middle
     hlo = executable.as_text() or ""
-    scalars = prefetched(lambda: sharded(*make[0]())) if make and _on_tpu(mesh) else []
+    device = mesh.devices.flat[0]
+    scalars = prefetched(lambda: sharded(*make[0]())) if make and device.platform == "tpu" else []
     stats = executable.memory_analysis()
     return {"lower_seconds": middle - start, "compile_seconds": seconds,
             "temporary_bytes": stats.temp_size_in_bytes if stats else 0,
-            "kernels": [*tpu_kernels(dumps, hlo, scalars), *gpu_kernels(dumps, hlo)]}
+            "kernels": [*tpu_kernels(dumps, hlo, scalars, bundles.delay_slots(device.device_kind)),
+                        *gpu_kernels(dumps, hlo)]}
 
 
-def tpu_kernels(dumps: Path, hlo: str, scalars: list[tuple[str, list[np.ndarray]]]) -> Iterator[dict[str, Any]]:
+def tpu_kernels(dumps: Path, hlo: str, scalars: list[tuple[str, list[np.ndarray]]],
+                slots: int) -> Iterator[dict[str, Any]]:
     """What the compiler's dumps say about each op that has code of its own: kernels, and what XLA made (fusions).
 
-    scalars: names and scalar arguments of the kernels; those that have them are run.
+    scalars: names and scalar arguments of the kernels; those that have them are run. slots: `bundles.delay_slots`.
     """
     ours = set(re.findall(r'%(\S+) = [^\n]*custom_call_target="tpu_custom_call"', hlo))
     cycles = dict(re.findall(r'%(\S+) = [^\n]*"estimated_cycles":"(\d+)"', hlo))
     for path in dumps.rglob("*_static_llo_profile.textproto"):
         cycles |= dict(re.findall(r'hlo_op_name: "([^"]*)"\s+estimated_cycles: (\d+)', path.read_text()))
     waiting = list(scalars)
-    for path in sorted(dumps.rglob("*-final_bundles.txt"), key=_number):
-        match = re.fullmatch(r"\d+-(.*)-\d+-final_bundles\.txt", path.name)
+    for path in sorted(dumps.rglob("*-packed-bundles-post-ra.txt"), key=_number):
+        match = re.fullmatch(r"\d+-(.*)-\d+-packed-bundles-post-ra\.txt", path.name)
         if match is None or match[1] == "TLP" or match[1].startswith("<"):  # the program around the ops
             continue
         code, allocations = path.read_text(), _beside(path, match[1], "post-ra")
-        tree = bundles.nest(code, _beside(path, match[1], "final_hlo-static-per-bundle-utilization"))
+        tree = bundles.nest(code, _beside(path, match[1], "pre-delay_hlo-static-per-bundle-utilization"), slots)
         found = {"name": match[1], "pallas": match[1] in ours, "memory": bundles.memory(allocations),
                  "estimated_cycles": int(cycles[match[1]]) if match[1] in cycles else None, "tree": tree.to_json(),
                  "cycles": None, "hbm_bytes": None, "trips": {}}
@@ -82,7 +85,7 @@ def tpu_kernels(dumps: Path, hlo: str, scalars: list[tuple[str, list[np.ndarray]
                      and re.fullmatch(rf"{re.escape(call[0]) or '.*'}(\.\d+)*", match[1])), None)
         if call is not None and found["pallas"]:
             waiting.remove(call)
-            counts, found["hbm_bytes"] = execute.runs(code, allocations, call[1])
+            counts, found["hbm_bytes"] = execute.runs(code, allocations, slots, call[1])
             found |= {"cycles": sum(counts), "trips": execute.trips(tree, counts)}
         yield found
 
@@ -97,13 +100,9 @@ def gpu_kernels(dumps: Path, hlo: str) -> Iterator[dict[str, Any]]:
                    "memory": {"shared": int(match[2])}, "tree": None, "cycles": None, "hbm_bytes": None, "trips": {}}
 
 
-def _on_tpu(mesh: Mesh) -> bool:
-    return mesh.devices.flat[0].platform == "tpu"
-
-
 def _number(path: Path) -> tuple[int, str]:
     """Kernels of one name in the order of their numbers."""
-    match = re.search(r"\.(\d+)-\d+-final_bundles", path.name)
+    match = re.search(r"\.(\d+)-\d+-packed-bundles-post-ra", path.name)
     return (int(match[1]) if match else 0, path.name)
 
 

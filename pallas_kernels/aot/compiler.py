@@ -140,7 +140,7 @@ class Compiler:
         self._errors.seek(0)
         self._errors.truncate()
         dumps = self._dumps.name
-        labels = "final_bundles|post-ra|final_hlo-static-per-bundle-utilization"
+        labels = "packed-bundles-post-ra|post-ra|pre-delay_hlo-static-per-bundle-utilization"
         flags = [f"--xla_jf_dump_to={dumps}", "--xla_jf_dump_llo_text=true",
                  f"--xla_jf_dump_llo_pass_label_regex={labels}"]
         if profile:

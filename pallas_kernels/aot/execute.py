@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.aot.bundles import DELAY_SLOTS, Node, branches, split
+from pallas_kernels.aot.bundles import Node, branches, split
 
 MOST_BUNDLES = 400_000_000
 GRANULE = 32  # bytes, the unit of a DMA's size
@@ -91,11 +91,12 @@ def _select(predicate: Any, a: Any, b: Any) -> Any:
     return predicate if isinstance(predicate, Unknown) else a if predicate else b
 
 
-def runs(bundles: str, allocations: str, scalars: Sequence[np.ndarray]) -> tuple[list[int], int]:
+def runs(bundles: str, allocations: str, slots: int, scalars: Sequence[np.ndarray]) -> tuple[list[int], int]:
     """How often each bundle runs, and the bytes of DMAs from and to HBM.
 
     Args:
-      bundles: text of the `final_bundles` dump. allocations: of the `post-ra` one.
+      bundles: text of the `packed-bundles-post-ra` dump. allocations: of the `post-ra` one.
+      slots: `bundles.delay_slots`.
       scalars: the scalar-prefetch arguments of the call, int32, in order.
 
     Raises:
@@ -104,7 +105,7 @@ def runs(bundles: str, allocations: str, scalars: Sequence[np.ndarray]) -> tuple
     texts = split(bundles)
     bases, memory = _layout(allocations, scalars)
     ways = branches(texts)
-    leaders = sorted({0, *ways.values(), *(address + DELAY_SLOTS + 1 for address in ways)})
+    leaders = sorted({0, *ways.values(), *(address + slots + 1 for address in ways)})
     leaders = [address for address in leaders if address < len(texts)]
     blocks = {}
     for first, after in zip(leaders, [*leaders[1:], len(texts)], strict=True):

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels.aot import bundles, execute
-from pallas_kernels.aot.scalars import prefetched
+from pallas_kernels.aot.scalars import Call, calls
 from pallas_kernels.aot.topology import gpu_devices, tpu_devices
 
 
@@ -53,7 +53,7 @@ def compiled(mesh: Mesh, dumps: Path, target: str, arguments: list[Any]) -> dict
     seconds = time.perf_counter() - middle
     hlo = executable.as_text() or ""
     device = mesh.devices.flat[0]
-    scalars = prefetched(lambda: sharded(*make[0]())) if make and device.platform == "tpu" else []
+    scalars = calls(lambda: sharded(*make[0]())) if make and device.platform == "tpu" else []
     stats = executable.memory_analysis()
     return {"lower_seconds": middle - start, "compile_seconds": seconds,
             "temporary_bytes": stats.temp_size_in_bytes if stats else 0,
@@ -61,11 +61,11 @@ def compiled(mesh: Mesh, dumps: Path, target: str, arguments: list[Any]) -> dict
                         *gpu_kernels(dumps, hlo)]}
 
 
-def tpu_kernels(dumps: Path, hlo: str, scalars: list[tuple[str, list[np.ndarray]]],
+def tpu_kernels(dumps: Path, hlo: str, scalars: list[Call],
                 slots: int) -> Iterator[dict[str, Any]]:
     """What the compiler's dumps say about each op that has code of its own: kernels, and what XLA made (fusions).
 
-    scalars: names and scalar arguments of the kernels; those that have them are run. slots: `bundles.delay_slots`.
+    scalars: what comes with the kernels; those found there are run. slots: `bundles.delay_slots`.
     """
     ours = set(re.findall(r'%(\S+) = [^\n]*custom_call_target="tpu_custom_call"', hlo))
     cycles = dict(re.findall(r'%(\S+) = [^\n]*"estimated_cycles":"(\d+)"', hlo))
@@ -81,11 +81,11 @@ def tpu_kernels(dumps: Path, hlo: str, scalars: list[tuple[str, list[np.ndarray]
         found = {"name": match[1], "pallas": match[1] in ours, "memory": bundles.memory(allocations),
                  "estimated_cycles": int(cycles[match[1]]) if match[1] in cycles else None, "tree": tree.to_json(),
                  "cycles": None, "hbm_bytes": None, "trips": {}}
-        call = next((call for call in waiting if len(call[1]) == allocations.count("prefetched SMEM operand")
-                     and re.fullmatch(rf"{re.escape(call[0]) or '.*'}(\.\d+)*", match[1])), None)
+        call = next((call for call in waiting if re.fullmatch(rf"{re.escape(call.name) or '.*'}(\.\d+)*", match[1])
+                     and len(call.scalars) == len(set(re.findall(r"SMEM operand \d+", allocations)))), None)
         if call is not None and found["pallas"]:
             waiting.remove(call)
-            counts, found["hbm_bytes"] = execute.runs(code, allocations, slots, call[1])
+            counts, found["hbm_bytes"] = execute.runs(code, allocations, slots, call)
             found |= {"cycles": sum(counts), "trips": execute.trips(tree, counts)}
         yield found
 

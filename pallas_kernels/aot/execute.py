@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.aot.bundles import Node, branches, split
+from pallas_kernels.aot.scalars import Call
 
 MOST_BUNDLES = 400_000_000
 GRANULE = 32  # bytes, the unit of a DMA's size
@@ -91,19 +92,19 @@ def _select(predicate: Any, a: Any, b: Any) -> Any:
     return predicate if isinstance(predicate, Unknown) else a if predicate else b
 
 
-def runs(bundles: str, allocations: str, slots: int, scalars: Sequence[np.ndarray]) -> tuple[list[int], int]:
+def runs(bundles: str, allocations: str, slots: int, call: Call) -> tuple[list[int], int]:
     """How often each bundle runs, and the bytes of DMAs from and to HBM.
 
     Args:
       bundles: text of the `packed-bundles-post-ra` dump. allocations: of the `post-ra` one.
-      slots: `bundles.delay_slots`.
-      scalars: the scalar-prefetch arguments of the call, int32, in order.
+      slots: `bundles.delay_slots`. call: the scalars that come with the kernel.
 
     Raises:
       ValueError: an instruction that decides where to go is not one of those known here; or MOST_BUNDLES ran.
     """
     texts = split(bundles)
-    bases, memory = _layout(allocations, scalars)
+    bases, memory = _layout(allocations, call.scalars)
+    scalars = [*call.bounds, *call.scalars]
     ways = branches(texts)
     leaders = sorted({0, *ways.values(), *(address + slots + 1 for address in ways)})
     leaders = [address for address in leaders if address < len(texts)]

@@ -1,11 +1,11 @@
-"""The scalar-prefetch arguments of every Pallas kernel in a program, computed on the CPU.
+"""The scalars that come with every Pallas kernel of a program, computed on the CPU.
 
 Only what they depend on is computed: the pools of a kernel's other arguments never exist.
 """
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,16 +14,25 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 Thunk = Callable[[], Any]
 
 
-def prefetched(program: Callable[[], Any]) -> list[tuple[str, list[np.ndarray]]]:
-    """(name, scalar arguments) of each kernel that `program` calls, in its order; '' for a kernel without a name."""
+class Call(NamedTuple):
+    """A kernel's name ('' if it has none), the bounds of its grid that are computed, its scalar-prefetch arguments."""
+
+    name: str
+    bounds: list[np.ndarray]
+    scalars: list[np.ndarray]
+
+
+def calls(program: Callable[[], Any]) -> list[Call]:
+    """The kernels that `program`, a function without arguments, calls, in its order."""
     closed = jax.make_jaxpr(program)()
-    found: list[tuple[str, list[Thunk]]] = []
+    found: list[tuple[str, int, list[Thunk]]] = []
     _trace(closed.jaxpr, [functools.partial(_same, const) for const in closed.consts], [], found)
-    return [(name, [np.asarray(thunk()) for thunk in thunks]) for name, thunks in found]
+    values = [(name, bounds, [np.asarray(thunk()) for thunk in thunks]) for name, bounds, thunks in found]
+    return [Call(name, known[:bounds], known[bounds:]) for name, bounds, known in values]
 
 
 def _trace(jaxpr: Jaxpr, consts: Sequence[Thunk], arguments: Sequence[Thunk],
-           found: list[tuple[str, list[Thunk]]]) -> list[Thunk]:
+           found: list[tuple[str, int, list[Thunk]]]) -> list[Thunk]:
     """Thunks of the outputs; kernels met on the way go to `found`."""
     known: dict[Any, Thunk] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
 
@@ -35,8 +44,8 @@ def _trace(jaxpr: Jaxpr, consts: Sequence[Thunk], arguments: Sequence[Thunk],
         inner = next(_jaxprs(eqn.params), None)
         if eqn.primitive.name == "pallas_call":
             mapping = eqn.params["grid_mapping"]
-            first = mapping.num_dynamic_grid_bounds
-            found.append((eqn.params.get("name") or "", inputs[first:first + mapping.num_index_operands]))
+            bounds = mapping.num_dynamic_grid_bounds
+            found.append((eqn.params.get("name") or "", bounds, inputs[:bounds + mapping.num_index_operands]))
             outputs: list[Thunk] = [_unknown] * len(eqn.outvars)
         elif inner is not None and _has_kernel(inner):
             body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner

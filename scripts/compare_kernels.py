@@ -60,7 +60,7 @@ def shapes(table: str) -> Iterator[Shape]:
 def _decode(model: Heads, rows: int, context: int, table: str) -> Shape:
     arguments = (rows, context, model.heads, model.kv_heads, model.head_dim, paged_bench.PAGE_SIZE)
     own, source = rivals.paged_blocks(table, *arguments)
-    choices = {own: source, (min(16, context // paged_bench.PAGE_SIZE), min(8, rows)): "tried"}
+    choices = {(min(16, context // paged_bench.PAGE_SIZE), min(8, rows)): "tried", own: source}
     case = paged_bench.case(model, rows, 1, context, "bfloat16", "bfloat16", "bfloat16")
     return Shape("paged_attention", case.name, tuple(
         (f"ragged {source} {pages}x{queries}", f"{RIVALS}:paged", (*arguments, (pages, queries)))

@@ -26,7 +26,7 @@ from pallas_kernels.bench import OPERATIONS, cases  # noqa: E402
 DEVICES = {"v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1",
            "h100": str(ROOT / "tests/data/h100.txtpb")}
 HEADER = ("device", "operation", "case", "compile s", "VMEM or shared KiB", "SMEM KiB", "bundles",
-          "cycles, dynamic loops once", "cycles, compiler's estimate", "spills", "result")
+          "cycles", "cycles (compiler's estimate)", "spills", "result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,10 @@ class Row:
     error: str
 
     def cells(self) -> tuple[str, ...]:
-        """As HEADER has them. Of the kernels in the program only Pallas's count, one after another."""
+        """As HEADER has them. Of the kernels in the program only Pallas's count, one after another.
+
+        Bundles are the code's; cycles those it issues for the case's lengths.
+        """
         names = (self.device, self.operation, self.case)
         kernels = [] if self.compiled is None else [kernel for kernel in self.compiled.kernels if kernel.pallas]
         if self.compiled is None or not kernels:
@@ -53,7 +56,7 @@ class Row:
         return (*names, f"{self.compiled.compile_seconds:.1f}", f"{memory / 1024:.0f}",
                 f"{smem / 1024:.0f}" if on_tpu else "-",
                 f"{sum(kernel.bundles for kernel in kernels)}" if on_tpu else "-",
-                f"{sum(tree.cycles({}) for tree in trees):.0f}" if on_tpu else "-",
+                f"{sum(kernel.cycles or 0 for kernel in kernels)}" if all(kernel.cycles for kernel in kernels) else "-",
                 f"{sum(estimates)}" if len(estimates) == len(kernels) else "-",
                 f"{sum(tree.total('spill') + tree.total('fill') for tree in trees)}" if on_tpu else "-",
                 f"FAILED: {self.error}" if self.error else "ok")

@@ -80,8 +80,8 @@ def nest(bundles: str, utilization: str, slots: int) -> Node:
       ValueError: the two do not describe the same bundles, or a loop has no branch back: the dump has another form.
     """
     texts = split(bundles)
-    units = [list(map(int, line.split())) for line in utilization.splitlines() if re.fullmatch(r"[\d ]+", line.strip())]
-    units = units[-len(texts):]  # above them stands how many slots a bundle has
+    lines = utilization.partition("UTILIZATION:")[2].splitlines()
+    units = [list(map(int, line.split())) for line in lines if line.strip()]
     if len(units) != len(texts):
         raise ValueError(f"{len(texts)} bundles and {len(units)} lines of units: not the dump this was written for")
     root = Node("kernel", 0, len(texts) - 1, 1)

@@ -68,7 +68,7 @@ def compile_all(device: str, operations: Sequence[str], match: str, timeout: flo
     implementation = "gpu" if device == "h100" else "tpu"
     with Compiler(DEVICES[device], timeout=timeout, profile=estimate and implementation == "tpu") as compiler:
         for operation in operations:
-            for case in cases(operation, "sweep"):
+            for case in cases(operation, "sweep", implementation):
                 if match not in case.name:
                     continue
                 compiled, error = None, ""

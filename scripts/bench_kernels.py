@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[tuple[str, ...]] = []
     skipped = 0
     for operation in options.op or OPERATIONS:
-        for case in quick(operation) if options.quick else cases(operation, "timing"):
+        for case in quick(operation) if options.quick else cases(operation, "timing", jax.default_backend()):
             if options.match not in case.name:
                 continue
             if time.perf_counter() - start > options.budget:

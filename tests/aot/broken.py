@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.bench import Case
 
 
-def sweep() -> list[Case]:
+def sweep(platform: str) -> list[Case]:
     return [_case("sound", _kernel(lambda x: x + 1)), _case("sorts", _kernel(lambda x: jnp.sort(x, axis=0))),
             _case("plain", lambda x, implementation: x + 1)]
 

@@ -31,7 +31,8 @@ def sweep(platform: str) -> list[Case]:
     heads = Heads("H128", 8, 2, 128)
     for rows, chunk in ((8, 1), (2, 128)):
         found.append(make_case(heads, rows, chunk, 512, "float32", "int8", "bfloat16", first_page=True))
-        found += [make_case(heads, rows, chunk, 512, "bfloat16", "bfloat16", "bfloat16", page_size=s) for s in (16, 128)]
+        found += [make_case(heads, rows, chunk, 512, "bfloat16", "bfloat16", "bfloat16", page_size=size)
+                  for size in (16, 128)]
     return found
 
 

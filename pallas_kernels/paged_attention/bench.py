@@ -36,7 +36,8 @@ def sweep(platform: str) -> list[Case]:
     for chunk in (1, 128):
         found.append(make_case(heads, 4, chunk, 512, "bfloat16", "bfloat16", "bfloat16", options=True))
         found.append(make_case(heads, 4, chunk, 512, "bfloat16", "int8", "float8_e4m3fn"))
-        found += [make_case(heads, 4, chunk, 512, "bfloat16", "bfloat16", "bfloat16", page_size=size) for size in (16, 128)]
+        found += [make_case(heads, 4, chunk, 512, "bfloat16", "bfloat16", "bfloat16", page_size=size)
+                  for size in (16, 128)]
     found.append(make_case(heads, 8, 4, 512, "bfloat16", "bfloat16", "bfloat16"))  # verification
     found.append(make_case(Heads("MQA H128", 16, 1, 128), 8, 1, 512, "bfloat16", "bfloat16", "bfloat16"))
     found.append(make_case(Heads("MHA H128", 8, 8, 128), 8, 1, 512, "bfloat16", "bfloat16", "bfloat16"))

@@ -67,11 +67,11 @@ def _decode(model: Heads, rows: int, context: int, table: str) -> Shape:
         for (pages, queries), source in choices.items()))
 
 
-def compare(device: str, match: str) -> list[tuple[str, ...]]:
+def compare(device: str, match: str, timeout: float) -> list[tuple[str, ...]]:
     """Rows of HEADER: ours, then the best of each of theirs."""
     rows: list[tuple[str, ...]] = []
     table = {"v6e": "TPU v6", "tpu7x": "TPU v7", "v5e": "TPU v5", "v5p": "TPU v5"}[device]
-    with Compiler(DEVICES[device]) as compiler:
+    with Compiler(DEVICES[device], timeout=timeout) as compiler:
         for shape in shapes(table):
             if match not in shape.case:
                 continue
@@ -119,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", action="append", choices=[name for name in DEVICES if name != "h100"])
     parser.add_argument("--match", default="", help="only shapes whose name contains this")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds to compile one kernel")
     parser.add_argument("--out", type=Path, help="write the table there, not to standard output")
     options = parser.parse_args(arguments)
     devices = options.device or ["v6e", "tpu7x"]
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("libtpu is not installed (see docs/kernels.md)", file=sys.stderr)
         return 1
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda device: compare(device, options.match), devices))
+        found = list(pool.map(lambda device: compare(device, options.match, options.timeout), devices))
     rows = [row for group in found for row in group]
     text = "\n".join(markdown(HEADER, rows)) + "\n"
     if options.out:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.pages import Pages, quantize
+from pallas_kernels.pages import Pages, pool_shapes, quantize, widen
 
 OPERATIONS = ("flash_attention", "paged_attention", "kv_update")
 FORMATS = ("bfloat16", "float32", "int8", "float8_e4m3fn")
@@ -48,14 +48,17 @@ class Heads:
 MODELS = (Heads("llama-8b", 32, 8, 128), Heads("llama-70b/8", 8, 1, 128))
 
 
-def cases(operation: str, kind: str) -> list[Case]:
-    """The cases of an operation's bench.py, or of any module by its full name; kind is 'sweep' or 'timing'.
+def cases(operation: str, kind: str, platform: str) -> list[Case]:
+    """The cases of an operation's bench.py, or of any module by its full name.
+
+    Args:
+      kind: 'sweep' or 'timing', functions of the module. platform: tpu, gpu or cpu, which pools are shaped for.
 
     Raises:
       ValueError: two cases have one name.
     """
     module = operation if "." in operation else f"pallas_kernels.{operation}.bench"
-    found = getattr(importlib.import_module(module), kind)()
+    found = getattr(importlib.import_module(module), kind)(platform)
     if len({case.name for case in found}) != len(found):
         raise ValueError(f"names of {operation}'s {kind} cases are not unique")
     return found
@@ -66,10 +69,14 @@ def normal(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) 
     return jax.random.normal(key, shape, jnp.dtype(dtype))
 
 
-def pool(key: jax.Array, pages: int, heads: Heads, page_size: int, dtype: str) -> Pages:
-    """Pages of standard normal numbers, [P, K, S, H]."""
+def pool(key: jax.Array, pages: int, heads: Heads, page_size: int, dtype: str, platform: str) -> Pages:
+    """Pages of standard normal numbers, as `pages.pool_shapes` has them: zeros where it pads."""
+    shapes = pool_shapes(pages, heads.kv_heads, page_size, heads.head_dim, dtype, platform)
     values = normal(key, (pages, heads.kv_heads, page_size, heads.head_dim), _float(dtype))
-    return Pages(*quantize(values, dtype))
+    data, scales = quantize(widen(values, shapes.data.shape[-1]), dtype)
+    if scales is None or shapes.scales is None:
+        return Pages(data)
+    return Pages(data, widen(scales, shapes.scales.shape[-1]))
 
 
 def page_bytes(heads: Heads, positions: int, dtype: str) -> int:

@@ -4,8 +4,8 @@
     python scripts/aot_kernels.py --device v6e --op paged_attention --match int8
     python scripts/aot_kernels.py --out aot.md
 
-Needs the packages of the `aot` extra (scripts/test installs them). Exits with 1 if anything did not compile, or if a TPU
-program has no kernel in it.
+Needs the packages of the `aot` extra (scripts/test installs them). Exits with 1 if anything did not compile, or if a
+TPU program has no kernel in it.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from pallas_kernels.bench import OPERATIONS, cases  # noqa: E402
 
 DEVICES = {"v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1",
            "h100": str(ROOT / "tests/data/h100.txtpb")}
-HEADER = ("device", "operation", "case", "compile s", "VMEM or shared KiB", "SMEM KiB", "bundles", "cycles (estimate)",
-          "spills", "result")
+HEADER = ("device", "operation", "case", "compile s", "VMEM or shared KiB", "SMEM KiB", "bundles",
+          "cycles", "cycles (compiler's estimate)", "spills", "result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,25 @@ class Row:
     error: str
 
     def cells(self) -> tuple[str, ...]:
-        """As HEADER has them. Of the kernels in the program only Pallas's count, one after another."""
+        """As HEADER has them. Of the kernels in the program only Pallas's count, one after another.
+
+        Bundles are the code's; cycles those it issues for the case's lengths.
+        """
         names = (self.device, self.operation, self.case)
         kernels = [] if self.compiled is None else [kernel for kernel in self.compiled.kernels if kernel.pallas]
         if self.compiled is None or not kernels:
-            return (*names, *["-"] * 6, f"FAILED: {self.error}" if self.error else "no kernel, plain XLA")
+            return (*names, *["-"] * 7, f"FAILED: {self.error}" if self.error else "no kernel, plain XLA")
         memory = max(kernel.memory.get("vmem", 0) + kernel.memory.get("shared", 0) for kernel in kernels)
         smem = max(kernel.memory.get("smem", 0) for kernel in kernels)
         trees = [kernel.tree for kernel in kernels if kernel.tree is not None]
         estimates = [kernel.estimated_cycles for kernel in kernels if kernel.estimated_cycles is not None]
+        on_tpu = bool(trees)
         return (*names, f"{self.compiled.compile_seconds:.1f}", f"{memory / 1024:.0f}",
-                f"{smem / 1024:.0f}" if trees else "-", str(sum(kernel.bundles for kernel in kernels)) if trees else "-",
-                str(sum(estimates)) if len(estimates) == len(kernels) else "-",
-                str(sum(tree.total("spill") + tree.total("fill") for tree in trees)) if trees else "-",
+                f"{smem / 1024:.0f}" if on_tpu else "-",
+                f"{sum(kernel.bundles for kernel in kernels)}" if on_tpu else "-",
+                f"{sum(kernel.cycles or 0 for kernel in kernels)}" if all(kernel.cycles for kernel in kernels) else "-",
+                f"{sum(estimates)}" if len(estimates) == len(kernels) else "-",
+                f"{sum(tree.total('spill') + tree.total('fill') for tree in trees)}" if on_tpu else "-",
                 f"FAILED: {self.error}" if self.error else "ok")
 
 
@@ -62,7 +68,7 @@ def compile_all(device: str, operations: Sequence[str], match: str, timeout: flo
     implementation = "gpu" if device == "h100" else "tpu"
     with Compiler(DEVICES[device], timeout=timeout, profile=estimate and implementation == "tpu") as compiler:
         for operation in operations:
-            for case in cases(operation, "sweep"):
+            for case in cases(operation, "sweep", implementation):
                 if match not in case.name:
                     continue
                 compiled, error = None, ""
@@ -114,7 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the table there, not to standard output")
     parser.add_argument("--jobs", type=int, default=2, help="devices compiled for at a time")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one case")
-    parser.add_argument("--no-estimate", action="store_true", help="do not ask for the compiler's cycles: faster")
+    parser.add_argument("--estimate", action="store_true",
+                        help="also ask for the compiler's estimates, which takes up to 20 s more a case")
     options = parser.parse_args(arguments)
     devices = options.device or list(DEVICES)
     operations = options.op or list(OPERATIONS)
@@ -125,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     with ThreadPoolExecutor(options.jobs) as pool:
         found = list(pool.map(lambda device: compile_all(device, operations, options.match, options.timeout,
-                                                         not options.no_estimate), devices))
+                                                         options.estimate), devices))
     rows = [row for group in found for row in group]
     failed = sum(bool(row.error) for row in rows)
     lines = [*summary(rows), "", *markdown(HEADER, [row.cells() for row in rows]), ""]

@@ -71,6 +71,21 @@ fingerprint() {
   { cat "$ROOT/pyproject.toml"; printf '%s\n' "$ROOT" "$("$PYTHON" -V 2>&1)"; } | cksum | tr ' ' -
 }
 
+has_package() { "$PYTHON" -c "import importlib.util as u, sys; sys.exit(u.find_spec('$1') is None)" 2>/dev/null; }
+
+# offer_extra EXTRA PACKAGE..  Installs an extra unless its packages are there; fails if that takes over five minutes
+# or no index answers, and leaves it at that: the extra is one that jinfer does without.
+offer_extra() {
+  local extra=$1 package missing=
+  shift
+  for package in "$@"; do has_package "$package" || missing=1; done
+  [ -n "$missing" ] || return 0
+  say "jinfer: installing the $extra extra into .venv"
+  timeout 300 "$PYTHON" -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 10 \
+    -e "$ROOT[$extra]" >&2 || return 1
+  for package in "$@"; do has_package "$package" || return 1; done
+}
+
 prepare_env() {
   local extras=$1
   if ! { new_enough "$PYTHON" && "$PYTHON" -m pip --version >/dev/null 2>&1; }; then make_venv || return 1; fi

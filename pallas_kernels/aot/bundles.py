@@ -1,7 +1,8 @@
 """The loop nest of a compiled TPU kernel, read from the compiler's dump of its scheduled instruction bundles.
 
-A bundle is what a TensorCore issues in one cycle, and latencies are scheduled into it (empty bundles, delay slots);
-what is not: waiting for DMAs, bank conflicts. So bundles x trips is what a kernel costs where memory keeps up.
+A bundle is what a TensorCore issues in one cycle, and latencies are scheduled into them as empty bundles; what is not:
+waiting for DMAs, bank conflicts. So bundles x trips is what a kernel costs where memory keeps up. The dump to read is
+`packed-bundles-post-ra`: in the final one, later, runs of empty bundles are compressed into one that takes as long.
 """
 
 import dataclasses
@@ -11,12 +12,9 @@ from typing import Any
 
 # Columns of the dump's table of units, in its order; a bundle has this many slots (TPU v6e) of each.
 UNITS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "fill", "VSTORE", "spill", "SALU")
-DELAY_SLOTS = 4  # bundles after a branch that run whether it is taken or not
-
 _BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0) +([A-Z]{2})? *: *[> ]*\{", re.MULTILINE)
 _LOOP = re.compile(r" *0x[0-9a-f]+ +L[BH]:")
-_BRANCH = re.compile(r"sbr\.rel(?P<predicate> \(!?%\w+\))? target = \$region(?P<region>\d+)")
-_START = re.compile(r"Start(?:/End empty)? region (\d+)")
+_BRANCH = re.compile(r"sbr\.rel (?P<predicate>\(!?%\w+\) )?target bundleno = (?P<target>\d+)")
 _EXIT = re.compile(r"= scmp\.\w+\.s32\.totalorder %\w+, (\d+) /\* loop exit test")
 _ALLOCATION = re.compile(r"#allocation\w+ \[shape = '[^']*', space=(\w+), size = (0x[0-9a-f]+)")
 
@@ -66,26 +64,28 @@ class Node:
         return sum(node.units[UNITS.index(unit)] for _, node in self.walk())
 
 
-def nest(bundles: str, utilization: str) -> Node:
-    """The kernel's tree, from the texts of its `final_bundles` and `final_hlo-static-per-bundle-utilization` dumps.
+def delay_slots(device_kind: str) -> int:
+    """Bundles after a branch that run whether it is taken or not."""
+    return 6 if device_kind == "TPU7x" else 4
+
+
+def nest(bundles: str, utilization: str, slots: int) -> Node:
+    """The kernel's tree.
+
+    Args:
+      bundles, utilization: texts of its `packed-bundles-post-ra` and `pre-delay_hlo-static-per-bundle-utilization`
+        dumps. slots: `delay_slots`.
 
     Raises:
       ValueError: the two do not describe the same bundles, or a loop has no branch back: the dump has another form.
     """
-    matches = list(_BUNDLE.finditer(bundles))
-    ends = [m.start() for m in matches[1:]] + [len(bundles)]
-    texts = [bundles[m.start():end] for m, end in zip(matches, ends, strict=True)]
-    units = [list(map(int, line.split())) for line in utilization.splitlines() if re.fullmatch(r"[\d ]+", line.strip())]
-    units = units[-len(texts):]  # above them stands how many slots a bundle has
-    if [int(m[1], 16) for m in matches] != list(range(len(texts))) or len(units) != len(texts):
+    texts = split(bundles)
+    lines = utilization.partition("UTILIZATION:")[2].splitlines()
+    units = [list(map(int, line.split())) for line in lines if line.strip()]
+    if len(units) != len(texts):
         raise ValueError(f"{len(texts)} bundles and {len(units)} lines of units: not the dump this was written for")
-
-    starts: dict[str, int] = {}
-    for address, text in enumerate(texts):
-        for region in _START.findall(text):
-            starts.setdefault(region, address)
     root = Node("kernel", 0, len(texts) - 1, 1)
-    for node in _named(sorted(_spans(texts, starts), key=lambda span: (span[1], -span[2], span[0] == "L"))):
+    for node in _named(sorted(_spans(texts, slots), key=lambda span: (span[1], -span[2], span[0] == "L"))):
         _insert(root, node)
     for address, used in enumerate(units):
         node = _innermost(root, address)
@@ -105,18 +105,35 @@ def memory(text: str) -> dict[str, int]:
     return sizes
 
 
-def _spans(texts: Sequence[str], starts: Mapping[str, int]) -> list[tuple[str, int, int, int | None]]:
+def split(bundles: str) -> list[str]:
+    """The dump's text of each bundle, by address.
+
+    Raises:
+      ValueError: addresses do not count from 0.
+    """
+    matches = list(_BUNDLE.finditer(bundles))
+    if [int(m[1], 16) for m in matches] != list(range(len(matches))):
+        raise ValueError("addresses of bundles do not count from 0: not the dump this was written for")
+    ends = [m.start() for m in matches[1:]] + [len(bundles)]
+    return [bundles[m.start():end] for m, end in zip(matches, ends, strict=True)]
+
+
+def branches(texts: Sequence[str]) -> dict[int, int]:
+    """Where each bundle that has a branch may go to."""
+    return {address: int(branch["target"]) for address, text in enumerate(texts) for branch in _BRANCH.finditer(text)}
+
+
+def _spans(texts: Sequence[str], slots: int) -> list[tuple[str, int, int, int | None]]:
     """(L, I or E; first; last; trips) of every loop and every stretch that a branch may skip."""
     loops: dict[int, int] = {}
     skips: list[tuple[str, int, int]] = []
-    for address, text in enumerate(texts):
-        for branch in _BRANCH.finditer(text):
-            target = starts.get(branch["region"], len(texts) - 1)  # the kernel's end starts no region
-            after = address + DELAY_SLOTS
-            if target <= address:
-                loops[target] = max(loops.get(target, 0), min(after, len(texts) - 1))
-            elif target > after + 1:
-                skips.append(("I" if branch["predicate"] else "E", after + 1, target - 1))
+    for address, target in branches(texts).items():
+        after = address + slots
+        if target <= address:
+            loops[target] = max(loops.get(target, 0), min(after, len(texts) - 1))
+        elif target > after + 1:
+            branch = _BRANCH.search(texts[address])
+            skips.append(("I" if branch and branch["predicate"] else "E", after + 1, target - 1))
     if missed := [hex(address) for address, text in enumerate(texts) if _LOOP.match(text) and address not in loops]:
         raise ValueError(f"no branch goes back to the loops at {', '.join(missed)}: not the dump this was written for")
     spans: list[tuple[str, int, int, int | None]] = []

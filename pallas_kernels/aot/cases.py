@@ -12,8 +12,10 @@ from pallas_kernels.platform import Implementation
 TARGET = "pallas_kernels.aot.cases:case"
 
 
-def case(operation: str, kind: str, name: str, implementation: Implementation) -> tuple[Callable[..., Any], Any]:
-    """(function, abstract arguments) of the case of that name; kind is 'sweep' or 'timing'."""
-    found = {case.name: case for case in cases(operation, kind)}[name]
+def case(operation: str, kind: str, name: str, implementation: Implementation) -> tuple[
+        Callable[..., Any], Any, Callable[[], Any]]:
+    """(function, abstract arguments, make) of the case of that name; kind is 'sweep' or 'timing'."""
+    found = {case.name: case for case in cases(operation, kind, implementation)}[name]
     shapes = jax.eval_shape(found.make, jax.random.key(0))
-    return functools.partial(found.function, implementation=implementation), shapes
+    function = functools.partial(found.function, implementation=implementation)
+    return function, shapes, lambda: found.make(jax.random.key(0))

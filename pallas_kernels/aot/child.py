@@ -18,7 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.aot import bundles
+from pallas_kernels.aot import bundles, execute
+from pallas_kernels.aot.scalars import Call, calls
 from pallas_kernels.aot.topology import gpu_devices, tpu_devices
 
 
@@ -39,9 +40,9 @@ def main(topology: str, dumps: str) -> None:
 
 
 def compiled(mesh: Mesh, dumps: Path, target: str, arguments: list[Any]) -> dict[str, Any]:
-    """Calls `module:function` with arguments for (function, shapes), compiles that on one device of the mesh."""
+    """Calls `module:function` with arguments for (function, shapes[, make]), compiles that for a device of the mesh."""
     module, _, name = target.partition(":")
-    function, shapes = getattr(importlib.import_module(module), name)(*arguments)
+    function, shapes, *make = getattr(importlib.import_module(module), name)(*arguments)
     sharded = jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
     for path in [path for path in dumps.rglob("*") if path.is_file()]:
         path.unlink()
@@ -51,27 +52,42 @@ def compiled(mesh: Mesh, dumps: Path, target: str, arguments: list[Any]) -> dict
     executable = lowered.compile()
     seconds = time.perf_counter() - middle
     hlo = executable.as_text() or ""
+    device = mesh.devices.flat[0]
+    scalars = calls(lambda: sharded(*make[0]())) if make and device.platform == "tpu" else []
     stats = executable.memory_analysis()
     return {"lower_seconds": middle - start, "compile_seconds": seconds,
             "temporary_bytes": stats.temp_size_in_bytes if stats else 0,
-            "kernels": [*tpu_kernels(dumps, hlo), *gpu_kernels(dumps, hlo)]}
+            "kernels": [*tpu_kernels(dumps, hlo, scalars, bundles.delay_slots(device.device_kind)),
+                        *gpu_kernels(dumps, hlo)]}
 
 
-def tpu_kernels(dumps: Path, hlo: str) -> Iterator[dict[str, Any]]:
-    """What the compiler's dumps say about each op that has code of its own: kernels, and what XLA made (fusions)."""
+def tpu_kernels(dumps: Path, hlo: str, scalars: list[Call],
+                slots: int) -> Iterator[dict[str, Any]]:
+    """What the compiler's dumps say about each op that has code of its own: kernels, and what XLA made (fusions).
+
+    scalars: what comes with the kernels; those found there are run. slots: `bundles.delay_slots`.
+    """
     ours = set(re.findall(r'%(\S+) = [^\n]*custom_call_target="tpu_custom_call"', hlo))
     cycles = dict(re.findall(r'%(\S+) = [^\n]*"estimated_cycles":"(\d+)"', hlo))
     for path in dumps.rglob("*_static_llo_profile.textproto"):
         cycles |= dict(re.findall(r'hlo_op_name: "([^"]*)"\s+estimated_cycles: (\d+)', path.read_text()))
-    for path in sorted(dumps.rglob("*-final_bundles.txt")):
-        match = re.fullmatch(r"\d+-(.*)-\d+-final_bundles\.txt", path.name)
+    waiting = list(scalars)
+    for path in sorted(dumps.rglob("*-packed-bundles-post-ra.txt"), key=_number):
+        match = re.fullmatch(r"\d+-(.*)-\d+-packed-bundles-post-ra\.txt", path.name)
         if match is None or match[1] == "TLP" or match[1].startswith("<"):  # the program around the ops
             continue
-        utilization = _beside(path, match[1], "final_hlo-static-per-bundle-utilization")
-        tree = bundles.nest(path.read_text(), utilization)
-        yield {"name": match[1], "pallas": match[1] in ours,
-               "estimated_cycles": int(cycles[match[1]]) if match[1] in cycles else None,
-               "memory": bundles.memory(_beside(path, match[1], "post-ra")), "tree": tree.to_json()}
+        code, allocations = path.read_text(), _beside(path, match[1], "post-ra")
+        tree = bundles.nest(code, _beside(path, match[1], "pre-delay_hlo-static-per-bundle-utilization"), slots)
+        found = {"name": match[1], "pallas": match[1] in ours, "memory": bundles.memory(allocations),
+                 "estimated_cycles": int(cycles[match[1]]) if match[1] in cycles else None, "tree": tree.to_json(),
+                 "cycles": None, "hbm_bytes": None, "trips": {}}
+        call = next((call for call in waiting if re.fullmatch(rf"{re.escape(call.name) or '.*'}(\.\d+)*", match[1])
+                     and len(call.scalars) == len(set(re.findall(r"SMEM operand \d+", allocations)))), None)
+        if call is not None and found["pallas"]:
+            waiting.remove(call)
+            counts, found["hbm_bytes"] = execute.runs(code, allocations, slots, call)
+            found |= {"cycles": sum(counts), "trips": execute.trips(tree, counts)}
+        yield found
 
 
 def gpu_kernels(dumps: Path, hlo: str) -> Iterator[dict[str, Any]]:
@@ -81,7 +97,13 @@ def gpu_kernels(dumps: Path, hlo: str) -> Iterator[dict[str, Any]]:
     for line in lines:
         if match := re.search(r"(\w+) grid: .*shared_memory: (\d+) bytes", line):
             yield {"name": match[1], "pallas": bool(ours) and "kCustomKernel" in line, "estimated_cycles": None,
-                   "memory": {"shared": int(match[2])}, "tree": None}
+                   "memory": {"shared": int(match[2])}, "tree": None, "cycles": None, "hbm_bytes": None, "trips": {}}
+
+
+def _number(path: Path) -> tuple[int, str]:
+    """Kernels of one name in the order of their numbers."""
+    match = re.search(r"\.(\d+)-\d+-packed-bundles-post-ra", path.name)
+    return (int(match[1]) if match else 0, path.name)
 
 
 def _beside(path: Path, name: str, label: str) -> str:

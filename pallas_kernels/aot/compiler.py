@@ -14,6 +14,8 @@ from typing import Any, Self
 
 from pallas_kernels.aot.bundles import Node
 
+PROFILE_SECONDS = 20.0
+
 
 class CompileError(Exception):
     """A kernel did not compile; the message is the compiler's."""
@@ -27,7 +29,8 @@ class Kernel:
       name: as in the compiled HLO. pallas: a Pallas kernel; else XLA made it.
       estimated_cycles: the compiler's own; for a kernel it guesses dynamic trip counts (`Compiler.profile`).
       memory: bytes by memory space: vmem and smem, windows and spills included; shared (GPU).
-      tree: its loops (TPU).
+      tree: its loops (TPU). cycles: bundles it issues, hbm_bytes: what its DMAs move, trips: runs of the tree's parts,
+        all for the arguments the target gave; None and {} if it gave none.
     """
 
     name: str
@@ -35,6 +38,9 @@ class Kernel:
     estimated_cycles: int | None
     memory: Mapping[str, int]
     tree: Node | None
+    cycles: int | None
+    hbm_bytes: int | None
+    trips: Mapping[str, float]
 
     @property
     def bundles(self) -> int:
@@ -69,9 +75,9 @@ class Compiler:
     Args:
       topology: v5e:1x1, v5p:1x1x1, v6e:1x1, tpu7x:1x1x1, ..; or the path of a GPU's target config (.txtpb).
       timeout: seconds for one kernel.
-      profile: also ask for the compiler's own cycle estimates, which takes it up to 20 times as long (it unrolls
-        loops). libtpu aborts on some kernels then, such as those that compute DMA addresses on v5e: such a kernel, and
-        all after it, are compiled without.
+      profile: also ask for the compiler's own cycle estimates. It unrolls loops for that, which may take minutes: it
+        gets PROFILE_SECONDS. libtpu aborts on some kernels then, such as those that compute DMA addresses on v5e.
+        What fails so is compiled again without.
     """
 
     def __init__(self, topology: str, timeout: float = 300, profile: bool = False) -> None:
@@ -92,28 +98,27 @@ class Compiler:
         self._dumps.cleanup()
 
     def compile(self, target: str, *arguments: Any) -> Compiled:
-        """Compiles what `module:function`, called with the arguments (JSON), returns: (function, abstract arguments).
+        """Compiles what `module:function`, called with the arguments (JSON), returns: (function, shapes[, make]).
 
-        The function is called inside `jax.shard_map` over one device; abstract arguments are
-        `jax.ShapeDtypeStruct`s or trees of them.
+        The function is called inside `jax.shard_map` over one device; shapes are its arguments as
+        `jax.ShapeDtypeStruct`s or trees of them. make() makes real ones, in JAX: given that, a TPU kernel's scalar
+        program is run to count its cycles (execute.py); only the kernel's scalar arguments are computed.
 
         Raises:
           CompileError: it did not compile, took too long, or the compiler died of it.
         """
-        answer = self._ask(target, arguments, self.profile)
-        if answer is None and self.profile:
-            self.profile = False
-            answer = self._ask(target, arguments, False)
+        answer = self._ask(target, arguments, True, min(PROFILE_SECONDS, self.timeout)) if self.profile else None
+        answer = answer or self._ask(target, arguments, False, self.timeout)
         if answer is None:
-            raise CompileError(f"the compiler died: {self._tail()}")
+            raise CompileError(f"the compiler died or took more than {self.timeout:.0f} s: {self._tail()}")
         if "error" in answer:
             raise CompileError(answer["error"])
         kernels = tuple(Kernel(**{**fields, "tree": fields["tree"] and Node.from_json(fields["tree"])})
                         for fields in answer["kernels"])
         return Compiled(answer["lower_seconds"], answer["compile_seconds"], answer["temporary_bytes"], kernels)
 
-    def _ask(self, target: str, arguments: tuple[Any, ...], profile: bool) -> dict[str, Any] | None:
-        """The child's answer, None if it died."""
+    def _ask(self, target: str, arguments: tuple[Any, ...], profile: bool, timeout: float) -> dict[str, Any] | None:
+        """The child's answer, None if it died or took too long."""
         if self._process is None or profile != self._profiling:
             self._start(profile)
         assert self._process is not None
@@ -122,11 +127,8 @@ class Compiler:
         try:
             requests.write(json.dumps({"target": target, "arguments": arguments}) + "\n")
             requests.flush()
-            line = self._answers.get(timeout=self.timeout)
-        except queue.Empty:
-            self._end()
-            return {"error": f"not compiled after {self.timeout:.0f} s"}
-        except BrokenPipeError:
+            line = self._answers.get(timeout=timeout)
+        except (queue.Empty, BrokenPipeError):
             line = ""
         if not line:
             self._end()
@@ -138,7 +140,7 @@ class Compiler:
         self._errors.seek(0)
         self._errors.truncate()
         dumps = self._dumps.name
-        labels = "final_bundles|post-ra|final_hlo-static-per-bundle-utilization"
+        labels = "packed-bundles-post-ra|post-ra|pre-delay_hlo-static-per-bundle-utilization"
         flags = [f"--xla_jf_dump_to={dumps}", "--xla_jf_dump_llo_text=true",
                  f"--xla_jf_dump_llo_pass_label_regex={labels}"]
         if profile:

@@ -1,7 +1,8 @@
 """What a kernel costs on a TPU that is not here: `python -m pallas_kernels.aot.profile module:function [argument ..]`.
 
-`module:function` returns (function, abstract arguments); see `compiler.Compiler.compile`. Prints the loop tree of the
-largest kernel: bundles (cycles issued) and uses of each unit, a run of each part.
+`module:function` returns (function, abstract arguments[, make]); see `compiler.Compiler.compile`. Prints the loop tree
+of the largest kernel: bundles (cycles issued) and uses of each unit, a run of each part. With `make`, which makes real
+arguments, runs are counted by running the kernel's scalar program; without it dynamic loops count as --trips says.
 """
 
 import argparse
@@ -39,10 +40,12 @@ def main() -> None:
     kernel = compiled.kernel(options.kernel)
     if kernel.tree is None:
         raise SystemExit(f"{options.topology}: the compiler shows no code, only {dict(kernel.memory)}")
+    trips = {**kernel.trips, **trips}
     print(*table(kernel.tree, trips), sep="\n")
     memory = ", ".join(f"{space} {size / 1024:.0f} KiB" for space, size in kernel.memory.items() if size >= 1024)
     print(f"{kernel.name} on {options.topology}: {kernel.tree.cycles(trips):.0f} cycles with these trips; "
           + (f"the compiler's own estimate {kernel.estimated_cycles}; " if options.estimate else "")
+          + (f"{kernel.cycles} with the target's arguments, {kernel.hbm_bytes} bytes of HBM; " if kernel.cycles else "")
           + f"{memory}; spilled registers: "
           f"{kernel.tree.total('spill')} stores, {kernel.tree.total('fill')} loads; "
           f"compiled in {compiled.compile_seconds:.1f} s; all kernels: {[k.name for k in compiled.kernels]}")

@@ -10,7 +10,7 @@ from pallas_kernels.bench import HEAD_DIMS, MODELS, Case, Heads, normal, starts
 from pallas_kernels.flash_attention.api import flash_attention
 
 
-def sweep() -> list[Case]:
+def sweep(platform: str) -> list[Case]:
     """Every head_dim and dtype, several sequences; options, MHA, MQA and one long sequence at some of them."""
     found = [case(Heads(f"H{head_dim}", 8, 2, head_dim), 4, 256, dtype)
              for head_dim in HEAD_DIMS for dtype in ("bfloat16", "float32")]
@@ -21,7 +21,7 @@ def sweep() -> list[Case]:
     return found
 
 
-def timing() -> list[Case]:
+def timing(platform: str) -> list[Case]:
     """Llama-3-8B and a TP8 shard of 70B: whole prompts of 2,048 and 8,192 tokens, and eight short ones."""
     return [case(model, rows, tokens, "bfloat16") for model in MODELS
             for rows, tokens in ((1, 2048), (1, 8192), (8, 256))]

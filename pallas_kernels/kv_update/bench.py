@@ -23,32 +23,35 @@ from pallas_kernels.kv_update.api import kv_update
 PAGE_SIZE = 64
 
 
-def sweep() -> list[Case]:
+def sweep(platform: str) -> list[Case]:
     """Every head_dim with every format, decode and chunks; mixed formats and page sizes at one of them."""
-    found = [case(Heads(f"H{head_dim}", 8, 2, head_dim), rows, chunk, 512, "bfloat16", fmt, fmt)
+    make_case = functools.partial(case, platform=platform)
+    found = [make_case(Heads(f"H{head_dim}", 8, 2, head_dim), rows, chunk, 512, "bfloat16", fmt, fmt)
              for head_dim in HEAD_DIMS for fmt in FORMATS for rows, chunk in ((8, 1), (2, 128))]
     heads = Heads("H128", 8, 2, 128)
     for rows, chunk in ((8, 1), (2, 128)):
-        found.append(case(heads, rows, chunk, 512, "float32", "int8", "bfloat16", first_page=True))
-        found += [case(heads, rows, chunk, 512, "bfloat16", "bfloat16", "bfloat16", page_size=s) for s in (16, 128)]
+        found.append(make_case(heads, rows, chunk, 512, "float32", "int8", "bfloat16", first_page=True))
+        found += [make_case(heads, rows, chunk, 512, "bfloat16", "bfloat16", "bfloat16", page_size=size)
+                  for size in (16, 128)]
     return found
 
 
-def timing() -> list[Case]:
+def timing(platform: str) -> list[Case]:
     """Llama-3-8B and a TP8 shard of 70B: a decode step of 256 rows, a chunk of 2,048 tokens."""
-    return [case(model, rows, chunk, 2080, "bfloat16", fmt, fmt) for model in MODELS
+    make_case = functools.partial(case, platform=platform)
+    return [make_case(model, rows, chunk, 2080, "bfloat16", fmt, fmt) for model in MODELS
             for rows, chunk in ((256, 1), (1, 2048)) for fmt in ("bfloat16", "int8")]
 
 
 def case(heads: Heads, rows: int, chunk: int, context: int, dtype: str, k_format: str, v_format: str, *,
-         page_size: int = PAGE_SIZE, first_page: bool = False) -> Case:
+         page_size: int = PAGE_SIZE, first_page: bool = False, platform: str = "cpu") -> Case:
     """`rows` sequences that have `context` positions once their last `chunk` are written."""
     pages_per_row = -(-context // page_size)
 
     def make(key: jax.Array) -> tuple[Any, ...]:
         keys = jax.random.split(key, 5)
         shape = (rows * chunk, heads.kv_heads, heads.head_dim)
-        k_pages, v_pages = (pool(k, rows * pages_per_row + 1, heads, page_size, fmt)
+        k_pages, v_pages = (pool(k, rows * pages_per_row + 1, heads, page_size, fmt, platform)
                             for k, fmt in ((keys[0], k_format), (keys[1], v_format)))
         arguments = (k_pages, v_pages, normal(keys[2], shape, dtype), normal(keys[3], shape, dtype),
                      page_table(keys[4], rows, pages_per_row), starts(rows, chunk),

@@ -23,38 +23,41 @@ from pallas_kernels.paged_attention.api import paged_attention
 PAGE_SIZE = 64
 
 
-def sweep() -> list[Case]:
+def sweep(platform: str) -> list[Case]:
     """Every head_dim with every format, decode and chunks; options, mixed formats and page sizes at some of them."""
+    make_case = functools.partial(case, platform=platform)
     found = []
     for head_dim in HEAD_DIMS:
         heads = Heads(f"H{head_dim}", 8, 2, head_dim)
         for dtype in ("bfloat16", "float32"):
             for kv in (dtype, *FORMATS[2:]):
-                found += [case(heads, 8, 1, 512, dtype, kv, kv), case(heads, 2, 128, 512, dtype, kv, kv)]
+                found += [make_case(heads, 8, 1, 512, dtype, kv, kv), make_case(heads, 2, 128, 512, dtype, kv, kv)]
     heads = Heads("H128", 8, 2, 128)
     for chunk in (1, 128):
-        found.append(case(heads, 4, chunk, 512, "bfloat16", "bfloat16", "bfloat16", options=True))
-        found.append(case(heads, 4, chunk, 512, "bfloat16", "int8", "float8_e4m3fn"))
-        found += [case(heads, 4, chunk, 512, "bfloat16", "bfloat16", "bfloat16", page_size=size) for size in (16, 128)]
-    found.append(case(heads, 8, 4, 512, "bfloat16", "bfloat16", "bfloat16"))  # verification
-    found.append(case(Heads("MQA H128", 16, 1, 128), 8, 1, 512, "bfloat16", "bfloat16", "bfloat16"))
-    found.append(case(Heads("MHA H128", 8, 8, 128), 8, 1, 512, "bfloat16", "bfloat16", "bfloat16"))
+        found.append(make_case(heads, 4, chunk, 512, "bfloat16", "bfloat16", "bfloat16", options=True))
+        found.append(make_case(heads, 4, chunk, 512, "bfloat16", "int8", "float8_e4m3fn"))
+        found += [make_case(heads, 4, chunk, 512, "bfloat16", "bfloat16", "bfloat16", page_size=size)
+                  for size in (16, 128)]
+    found.append(make_case(heads, 8, 4, 512, "bfloat16", "bfloat16", "bfloat16"))  # verification
+    found.append(make_case(Heads("MQA H128", 16, 1, 128), 8, 1, 512, "bfloat16", "bfloat16", "bfloat16"))
+    found.append(make_case(Heads("MHA H128", 8, 8, 128), 8, 1, 512, "bfloat16", "bfloat16", "bfloat16"))
     return found
 
 
-def timing() -> list[Case]:
+def timing(platform: str) -> list[Case]:
     """Llama-3-8B and a TP8 shard of 70B: decode, and chunks of a prompt with what came before in the cache."""
+    make_case = functools.partial(case, platform=platform)
     found = []
     for model in MODELS:
         for rows, context in ((8, 1024), (8, 8192), (64, 1024), (64, 8192), (256, 1024), (256, 8192)):
-            found.append(case(model, rows, 1, context, "bfloat16", "bfloat16", "bfloat16"))
-        found += [case(model, 1, chunk, 8192, "bfloat16", "bfloat16", "bfloat16") for chunk in (512, 2048)]
-    found += [case(MODELS[0], 64, 1, 8192, "bfloat16", kv, kv) for kv in FORMATS[2:]]
+            found.append(make_case(model, rows, 1, context, "bfloat16", "bfloat16", "bfloat16"))
+        found += [make_case(model, 1, chunk, 8192, "bfloat16", "bfloat16", "bfloat16") for chunk in (512, 2048)]
+    found += [make_case(MODELS[0], 64, 1, 8192, "bfloat16", kv, kv) for kv in FORMATS[2:]]
     return found
 
 
 def case(heads: Heads, rows: int, chunk: int, context: int, dtype: str, k_format: str, v_format: str, *,
-         page_size: int = PAGE_SIZE, options: bool = False) -> Case:
+         page_size: int = PAGE_SIZE, options: bool = False, platform: str = "cpu") -> Case:
     """`rows` sequences of `context` positions, the last `chunk` of which are queries; chunk 1 is decode."""
     pages_per_row = -(-context // page_size)
     keywords: dict[str, Any] = {"scale": heads.head_dim**-0.5, "decode": chunk == 1}
@@ -64,7 +67,7 @@ def case(heads: Heads, rows: int, chunk: int, context: int, dtype: str, k_format
     def make(key: jax.Array) -> tuple[Any, ...]:
         keys = jax.random.split(key, 4)
         q = normal(keys[0], (rows * chunk, heads.heads, heads.head_dim), dtype)
-        k_pages, v_pages = (pool(k, rows * pages_per_row + 1, heads, page_size, fmt)
+        k_pages, v_pages = (pool(k, rows * pages_per_row + 1, heads, page_size, fmt, platform)
                             for k, fmt in ((keys[1], k_format), (keys[2], v_format)))
         arguments = (q, k_pages, v_pages, page_table(keys[3], rows, pages_per_row), starts(rows, chunk),
                      jnp.full((rows,), context, jnp.int32))

@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels.kv_update import reference
+from pallas_kernels.kv_update import reference, tpu
 from pallas_kernels.pages import Pages, check_pages, check_sequences, widen
 from pallas_kernels.platform import Implementation, choose
 
@@ -49,8 +49,9 @@ def kv_update(
         if new.ndim != 3 or new.shape[:2] != (k.shape[0], pool[1]) or new.shape[2] > pool[3]:
             raise ValueError(f"{name} {new.shape} does not fit {name}_pages {pool}; want [T, K, H] into [P, K, S, H]")
     check_sequences(page_table, query_starts, kv_lengths, first_page, k.shape[0], decode)
-    k, v = widen(k, pool[3]), widen(v, pool[3])
+    arguments = (k_pages, v_pages, widen(k, pool[3]), widen(v, pool[3]), page_table, query_starts, kv_lengths)
     match choose(implementation):
+        case "tpu":
+            return tpu.kv_update(*arguments, first_page=first_page, decode=decode)
         case _:
-            return reference.kv_update(
-                k_pages, v_pages, k, v, page_table, query_starts, kv_lengths, first_page=first_page, decode=decode)
+            return reference.kv_update(*arguments, first_page=first_page, decode=decode)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Pages, kv_update
-from pallas_kernels.pages import quantize
+from pallas_kernels.pages import quantize, widen
 from tests.kernels import oracle
 from tests.kernels.cases import paged
 
@@ -16,7 +16,7 @@ def check(update, case, k, v, *, decode=False, first_page=None):
     places = oracle.kv_update(case.k_pages, case.v_pages, k, v, *case.sequences, first_page=first_page)
     null = int(first_page or 0)
     for old, got, values in zip((case.k_pages, case.v_pages), new, (k, v), strict=True):
-        data, scales = quantize(values, old.data.dtype)
+        data, scales = quantize(widen(values, old.data.shape[3]), old.data.dtype)
         for before, after, written in ((old.data, got.data, data), (old.scales, got.scales, scales)):
             if before is None:
                 assert after is None

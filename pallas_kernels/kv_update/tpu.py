@@ -109,7 +109,7 @@ def _move(items: Items, first: jax.Array, streams: list[Stream], plan: Plan, int
     blocks, kv_heads = items.starts.shape[0] - 1, streams[0].pool.shape[1]
     held = plan.block if plan.decode else plan.ring
     semaphores = pltpu.SemaphoreType.DMA((len(streams),) if plan.decode else (len(streams), plan.ring))
-    pools = [pl.BlockSpec(memory_space=pltpu.HBM)] * len(streams)
+    pools = [pl.BlockSpec(memory_space=pl.ANY)] * len(streams)
     scalars = (*items, first)
     kernel = functools.partial(_kernel, streams=streams, plan=plan)
     return pl.pallas_call(
@@ -118,8 +118,7 @@ def _move(items: Items, first: jax.Array, streams: list[Stream], plan: Plan, int
             num_scalar_prefetch=len(scalars), grid=(blocks, kv_heads // plan.heads),
             in_specs=[s.spec for s in streams] + pools, out_specs=pools,
             scratch_shapes=[pltpu.VMEM((held, *s.item), s.dtype) for s in streams] + [semaphores] * 2),
-        # Named as HBM: XLA would move a small pool to VMEM and back.
-        out_shape=[pltpu.HBM(s.pool.shape, s.pool.dtype) for s in streams],
+        out_shape=[jax.ShapeDtypeStruct(s.pool.shape, s.pool.dtype) for s in streams],
         input_output_aliases={len(scalars) + len(streams) + i: i for i in range(len(streams))},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=plan.limit,

@@ -128,7 +128,7 @@ def test_pools_without_a_kernel_are_named(shape, dtype, message):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1", "tpu7x:1x1x1"])
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("decode", [False, True])
 def test_compiled_it_is_in_place_and_lists_its_work_once(topology, decode):
     """Two layers of one pool, donated: no copy of the pool, and both calls take the same list."""
@@ -137,11 +137,12 @@ def test_compiled_it_is_in_place_and_lists_its_work_once(topology, decode):
     tokens, rows = (64, 64) if decode else (512, 8)
     new = jax.ShapeDtypeStruct((tokens, 8, 128), jnp.bfloat16)
     sequences = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, 16), (rows + 1,), (rows,))]
-    pools = [pool_shapes(1001, 8, 64, 128, dtype, "tpu") for dtype in ("bfloat16", "int8")]
+    # Pools beyond VMEM: XLA may keep smaller ones there for the length of a program.
+    pools = [pool_shapes(40001, 8, 64, 128, dtype, "tpu") for dtype in ("bfloat16", "int8")]
 
     def layers(k_pages, v_pages, k, v, *sequences):
         for layer in range(2):
-            k_pages, v_pages = kv_update(k_pages, v_pages, k, v, *sequences, first_page=jnp.int32(500 * layer), decode=decode)
+            k_pages, v_pages = kv_update(k_pages, v_pages, k, v, *sequences, first_page=jnp.int32(20000 * layer), decode=decode)
         return k_pages, v_pages
 
     local = jax.shard_map(layers, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
@@ -152,7 +153,7 @@ def test_compiled_it_is_in_place_and_lists_its_work_once(topology, decode):
     pool_bytes = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(pools))
     assert memory.alias_size_in_bytes >= pool_bytes
     assert memory.temp_size_in_bytes < 16 << 20
-    assert not re.findall(r"= \S*\[1001,\S* copy", text)
+    assert not re.findall(r"= \S*\[40001,\S* copy", text)
     calls = re.findall(r"custom-call\((.*?)\).*kv_update", text)
     assert len(calls) == 2
     first, second = (re.sub(r"/\*.*?\*/", "", call).split(", ") for call in calls)

@@ -14,7 +14,7 @@ class Plan:
 
     Attributes:
       decode: one token an item. block: tokens a grid step takes. heads: kv heads it takes.
-      ring: items in flight (chunks). limit: bytes of VMEM the compiler may use.
+      ring: items in flight (chunks), a power of two. limit: bytes of VMEM the compiler may use.
     """
 
     decode: bool

@@ -15,8 +15,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv_update import words as packed
 from pallas_kernels.kv_update.items import Items, work_items
+from pallas_kernels.kv_update.merge import log2, merge_rows, merge_scales, merge_word, tile_of, tiles_of
 from pallas_kernels.kv_update.plan import Plan, make_plan
-from pallas_kernels.kv_update.words import LANES, SUBLANES
+from pallas_kernels.kv_update.words import LANES
 from pallas_kernels.pages import Pages, check_tiling, quantize
 
 
@@ -34,8 +35,8 @@ def kv_update(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, page_t
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         check_tiling(name, pages)
         if pages.data.shape[2] > LANES or pages.data.dtype == jnp.float16:
-            raise ValueError(f"{name} {pages.data.shape} of {pages.data.dtype}: the TPU kernel takes page sizes up to "
-                             f"{LANES} and bfloat16 in place of float16")
+            raise ValueError(f"{name}.data {pages.data.dtype} {pages.data.shape}: the TPU kernel takes page sizes "
+                             f"up to {LANES} and bfloat16 in place of float16")
     plan = make_plan(__file__, k_pages, v_pages, k.shape[0], decode=decode)
     items = work_items(page_table, query_starts, kv_lengths, k.shape[0], k_pages.data.shape[2], plan.block,
                        decode=decode)
@@ -152,7 +153,7 @@ def _decode(streams, item, begin, end):
     def copies(i, back=False):
         page, offset, _, _ = item(i)
         for s in streams:
-            part = s.pool.at[page] if s.pack is None else s.words.at[page, :, offset >> _log2(s.pack)]
+            part = s.pool.at[page] if s.pack is None else s.words.at[page, :, offset >> log2(s.pack)]
             held = s.buffer.at[i - begin]
             yield pltpu.make_async_copy(held, part, s.written) if back else pltpu.make_async_copy(part, held, s.read)
 
@@ -167,11 +168,11 @@ def _decode(streams, item, begin, end):
     def _(i):
         _, offset, token, _ = item(i)
         for s in streams:
+            held = s.buffer.at[i - begin]
             if s.pack is None:
-                _merge_scales(s, i - begin, offset, token, 1)
+                merge_scales(s.source, held, offset, token, 1)
             else:
-                mask = jnp.int32(packed.bits(1, s.pack)) << (offset & s.pack - 1) * (32 // s.pack)
-                s.buffer[i - begin] = s.source[token] & mask | s.buffer[i - begin] & ~mask
+                merge_word(s.source, held, s.pack, offset, token)
         for copy in copies(i, back=True):
             copy.start()
 
@@ -214,9 +215,9 @@ def _chunk(streams, item, begin, end, first_head, plan):
 
             @pl.when(count < size)
             def _(s=s, held=held, part=part, copy=copy):
-                @pl.loop(*_tiles(s, offset, count))
+                @pl.loop(*tiles_of(s.pack, offset, count))
                 def _(tile):
-                    copy(held.at[:, _tile(tile)], part.at[:, _tile(tile)])
+                    copy(held.at[:, tile_of(tile)], part.at[:, tile_of(tile)])
 
             if back:
                 @pl.when(count == size)
@@ -246,66 +247,13 @@ def _chunk(streams, item, begin, end, first_head, plan):
         wait(i)
         _, offset, token, count = item(i)
         for s in streams:
-            (_merge_scales if s.pack is None else _merge_rows)(s, i & plan.ring - 1, offset, token, count)
+            held = s.buffer.at[i & plan.ring - 1]
+            if s.pack is None:
+                merge_scales(s.source, held, offset, token, count)
+            else:
+                merge_rows(s.source, held, s.pack, offset, token, count)
         start(i, back=True)
 
     @pl.loop(jnp.maximum(begin, end - plan.ring), end)
     def _(i):
         wait(i, back=True)
-
-
-def _log2(x):
-    return x.bit_length() - 1
-
-
-def _tiles(s, offset, count):
-    """The tiles of a page that `count` rows from `offset` on touch: first, last + 1."""
-    log = _log2(SUBLANES * s.pack)
-    return offset >> log, (offset + count - 1 >> log) + 1
-
-
-def _tile(index):
-    return pl.ds(pl.multiple_of(index * SUBLANES, SUBLANES), SUBLANES)
-
-
-def _merge_rows(s, slot, offset, token, count):
-    """Puts the rows of `count` tokens of the block, from `token` on, at `offset` of the page in buffer `slot`."""
-    width, row_bits = s.item[2], 32 // s.pack
-    source = s.source if s.source.dtype == jnp.int32 else s.source.bitcast(jnp.int32)
-    last = source.shape[1] // SUBLANES - 1
-    place = token - offset  # in the source, of the page's first row; outside of it only where the mask is
-    word, part = place >> _log2(s.pack), place & s.pack - 1
-    shift = word & SUBLANES - 1
-    row = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, width), 0)
-
-    def from_two(low, high, shift):
-        """The 8 words from `shift` on of two tiles."""
-        low, high = (pltpu.roll(x, 2 * SUBLANES - shift & SUBLANES - 1, 1) for x in (low, high))
-        return jnp.where(row < SUBLANES - shift, low, high)
-
-    @pl.loop(*_tiles(s, offset, count))
-    def _(tile):
-        tiles = (jnp.clip((word >> _log2(SUBLANES)) + tile + i, 0, last) for i in range(2))
-        low, high = (source[:, _tile(at), :] for at in tiles)
-        new = from_two(low, high, shift)
-        if s.pack > 1:  # a word takes the upper rows of one and the lower rows of the next
-            upper = jax.lax.shift_right_logical(new, jnp.full_like(new, part * row_bits))
-            lower = from_two(low, high, shift + 1) << (32 - part * row_bits & 31)
-            new = jnp.where(part == 0, new, upper | lower)
-        mask = jnp.zeros((SUBLANES, width), jnp.int32)
-        for i in range(s.pack):
-            at = (tile * SUBLANES + row) * s.pack + i
-            only = packed.bits(i + 1, s.pack) & ~packed.bits(i, s.pack)
-            mask |= jnp.where((at >= offset) & (at < offset + count), only, 0)
-        rows = (slot, slice(None), _tile(tile))
-        s.buffer[rows] = new & mask | s.buffer[rows] & ~mask
-
-
-def _merge_scales(s, slot, offset, token, count):
-    """The same for scales, whose positions are on lanes and whose source has a tile before and after."""
-    place = token - offset + LANES
-    tile, shift = place >> _log2(LANES), place & LANES - 1
-    low, high = (pltpu.roll(s.source[0, 0, tile + i], LANES - shift & LANES - 1, 1) for i in range(2))
-    lane = jax.lax.broadcasted_iota(jnp.int32, s.item, 1)
-    new = jnp.where(lane < LANES - shift, low, high)
-    s.buffer[slot] = jnp.where((lane >= offset) & (lane < offset + count), new, s.buffer[slot])

@@ -1,11 +1,12 @@
 """flash_attention for TPUs: the grid is a list of what is visible, and a step works on two of its entries.
 
 A step takes the softmax and the second product of a pair of query tile and key block, and the first product of the
-pair after it: the matrix units have work while the vector units are busy, which the compiler finds inside a step only.
+pair after it: the matrix units have work while the vector units are busy, which the compiler finds inside a step
+only.
 
 Scores are kept transposed, keys on sublanes and queries on lanes: maxima and sums over keys are plain vector
-operations, a query's maximum is a row that broadcasts for nothing, and the second product fills a 256-wide matrix unit
-also where head_dim is 128. Online softmax after arXiv 2205.14135 and 2307.08691, in base 2.
+operations, a query's maximum is a row that broadcasts for nothing, and the second product fills a 256-wide matrix
+unit also where head_dim is 128. Online softmax after arXiv 2205.14135 and 2307.08691, in base 2.
 """
 
 import dataclasses
@@ -65,7 +66,7 @@ class Blocks:
         return 2 * windows + scratch + pieces
 
     def cycles(self, pairs: int, width: int, itemsize: int) -> float:
-        """Of `pairs` steps, roughly: the compiler's static schedules for v6e, or the time to fetch keys and values."""
+        """Of `pairs` steps, roughly: the compiler's schedules for v6e, or the time to fetch keys and values."""
         score = 1.5e-3 if itemsize == 2 else 1e-2  # a float32 product is six of bfloat16
         compute = 280 + self.rows * (score * self.keys + 5e-4 * width)
         fetch = 2 * self.keys * width * itemsize / (local_chip().bandwidth / 1.6e9)
@@ -131,8 +132,6 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array,
     pairs, count = _pairs(first, starts[-1], blocks, pairs_at_most(padded, blocks, window))
     bounds = jnp.stack([first, jnp.arange(padded, dtype=jnp.int32)]).reshape(2, tiles, blocks.queries).swapaxes(0, 1)
 
-    # The scale is put on q, which has the fewest elements: the scores come out of the product in the softmax's base.
-    q = (q.astype(jnp.float32) * (scale * LOG2E if soft_cap is None else scale / soft_cap)).astype(q.dtype)
     q, k, v = (jnp.pad(x, ((0, padded - tokens), (0, 0), (0, 0))) for x in (q, k, v))
     k, v = (jnp.where(real[:, None, None], x, 0) for x in (k, v))  # padding may be NaN, and 0 * NaN is
     q = q.reshape(tiles, blocks.queries, parts, blocks.heads, width).transpose(2, 0, 4, 3, 1)
@@ -157,8 +156,7 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array,
         in_specs.append(pl.BlockSpec((None, 1, rows), lambda part, *_: (part, 0, 0)))
     row = pltpu.VMEM((1, rows), jnp.float32)
     out = pl.pallas_call(
-        functools.partial(_kernel, blocks=blocks, cap=None if soft_cap is None else soft_cap * LOG2E,
-                          has_sinks=sinks is not None),
+        functools.partial(_kernel, blocks=blocks, scale=scale, soft_cap=soft_cap, has_sinks=sinks is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=(parts, count + 1), in_specs=in_specs,
             out_specs=pl.BlockSpec((None, None, width, rows),
@@ -203,13 +201,13 @@ def _block(pair: Any) -> Any:
     return (pair >> BLOCK_SHIFT) & BLOCK_MASK
 
 
-def _kernel(pairs: Any, q: Any, k: Any, v: Any, bounds: Any, *rest: Any, blocks: Blocks, cap: float | None,
-            has_sinks: bool) -> None:
+def _kernel(pairs: Any, q: Any, k: Any, v: Any, bounds: Any, *rest: Any, blocks: Blocks, scale: float,
+            soft_cap: float | None, has_sinks: bool) -> None:
     """The softmax and second product of the pair before pairs[step], and the first product of pairs[step].
 
-    Windows, R rows and C keys: q [H, R], k [C, H] and bounds [2, R / heads] of the pair to come; v [H, C], sinks [1, R]
-    and out [H, R] of the present one. Scratch: scores [C, R] and their maxima highest [1, R]; of the softmax so far the
-    maxima top [1, R] and the sums total [1, R]; the sum of values acc [H, R].
+    Windows, R rows and C keys: q [H, R], k [C, H] and bounds [2, R / heads] of the pair to come; v [H, C],
+    sinks [1, R] and out [H, R] of the present one. Scratch: scores [C, R] and their maxima highest [1, R]; of the
+    softmax so far the maxima top [1, R] and the sums total [1, R]; the sum of values acc [H, R].
     """
     sinks, (out, scores, highest, top, total, acc) = (rest[0], rest[1:]) if has_sinks else (None, rest)
     step = pl.program_id(1)
@@ -220,9 +218,10 @@ def _kernel(pairs: Any, q: Any, k: Any, v: Any, bounds: Any, *rest: Any, blocks:
         precision=jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT)
 
     def score(piece: slice, bias: jax.Array | None) -> None:
+        # Scaling q instead saves 6% of the cycles and rounds it once more: three times the error where scores are
+        # large.
         s = dot(k[...], q[:, piece])
-        if cap is not None:
-            s = jnp.tanh(s) * cap
+        s = s * (scale * LOG2E) if soft_cap is None else jnp.tanh(s * (scale / soft_cap)) * (soft_cap * LOG2E)
         if bias is not None:
             s += bias
         scores[:, piece] = s

@@ -91,7 +91,8 @@ def _compiled(compiler: Compiler, target: str, *arguments: object) -> Compiled |
     """What compiled, or why it did not."""
     try:
         compiled = compiler.compile(target, *arguments)
-        return compiled if compiled.kernel().cycles is not None else "no kernel in the program"
+        kernel = compiled.kernel()
+        return compiled if kernel.cycles is not None else kernel.uncounted or "no kernel in the program"
     except CompileError as error:
         return " ".join(str(error).split())[:200]
 

@@ -52,14 +52,14 @@ class Row:
         smem = max(kernel.memory.get("smem", 0) for kernel in kernels)
         trees = [kernel.tree for kernel in kernels if kernel.tree is not None]
         estimates = [kernel.estimated_cycles for kernel in kernels if kernel.estimated_cycles is not None]
-        on_tpu = bool(trees)
+        on_tpu, uncounted = bool(trees), any(kernel.uncounted for kernel in kernels)
         return (*names, f"{self.compiled.compile_seconds:.1f}", f"{memory / 1024:.0f}",
                 f"{smem / 1024:.0f}" if on_tpu else "-",
                 f"{sum(kernel.bundles for kernel in kernels)}" if on_tpu else "-",
                 f"{sum(kernel.cycles or 0 for kernel in kernels)}" if all(kernel.cycles for kernel in kernels) else "-",
                 f"{sum(estimates)}" if len(estimates) == len(kernels) else "-",
                 f"{sum(tree.total('spill') + tree.total('fill') for tree in trees)}" if on_tpu else "-",
-                f"FAILED: {self.error}" if self.error else "ok")
+                f"FAILED: {self.error}" if self.error else "ok, cycles not counted" if uncounted else "ok")
 
 
 def compile_all(device: str, operations: Sequence[str], match: str, timeout: float, estimate: bool) -> list[Row]:

@@ -6,8 +6,9 @@
 Cycles are counted, not estimated: the compiled kernel's scalar program (loops, branches, page tables) is run with the
 shape's real lengths, and every bundle it issues is a cycle (pallas_kernels/aot/execute.py). Waiting for memory is not
 in them: a kernel takes about the larger of its cycles and its bytes over the bandwidth. What XLA does around a kernel
-(transposes, casts; JAX's flash also wants keys repeated for every query head, which is not counted) is the compiler's
-estimate. JAX's kernels get their own tuned or default block sizes and a few others; the best is shown.
+(transposes, casts) is the compiler's estimate. For JAX's flash and splash there is none because they get their heads
+first, and flash its keys repeated for every query head: a model would have to bring them into that form. JAX's kernels
+get their own tuned or default block sizes and a few others; the best is shown.
 """
 
 import argparse
@@ -91,7 +92,8 @@ def _compiled(compiler: Compiler, target: str, *arguments: object) -> Compiled |
     """What compiled, or why it did not."""
     try:
         compiled = compiler.compile(target, *arguments)
-        return compiled if compiled.kernel().cycles is not None else "no kernel in the program"
+        kernel = compiled.kernel()
+        return compiled if kernel.cycles is not None else kernel.uncounted or "no kernel in the program"
     except CompileError as error:
         return " ".join(str(error).split())[:200]
 

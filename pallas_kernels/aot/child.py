@@ -80,13 +80,16 @@ def tpu_kernels(dumps: Path, hlo: str, scalars: list[Call],
         tree = bundles.nest(code, _beside(path, match[1], "pre-delay_hlo-static-per-bundle-utilization"), slots)
         found = {"name": match[1], "pallas": match[1] in ours, "memory": bundles.memory(allocations),
                  "estimated_cycles": int(cycles[match[1]]) if match[1] in cycles else None, "tree": tree.to_json(),
-                 "cycles": None, "hbm_bytes": None, "trips": {}}
+                 "cycles": None, "hbm_bytes": None, "trips": {}, "uncounted": ""}
         call = next((call for call in waiting if re.fullmatch(rf"{re.escape(call.name) or '.*'}(\.\d+)*", match[1])
                      and len(call.scalars) == len(set(re.findall(r"SMEM operand \d+", allocations)))), None)
         if call is not None and found["pallas"]:
             waiting.remove(call)
-            counts, found["hbm_bytes"] = execute.runs(code, allocations, slots, call)
-            found |= {"cycles": sum(counts), "trips": execute.trips(tree, counts)}
+            try:
+                counts, found["hbm_bytes"] = execute.runs(code, allocations, slots, call)
+                found |= {"cycles": sum(counts), "trips": execute.trips(tree, counts)}
+            except ValueError as error:  # it compiled all the same
+                found["uncounted"] = str(error)
         yield found
 
 
@@ -97,7 +100,8 @@ def gpu_kernels(dumps: Path, hlo: str) -> Iterator[dict[str, Any]]:
     for line in lines:
         if match := re.search(r"(\w+) grid: .*shared_memory: (\d+) bytes", line):
             yield {"name": match[1], "pallas": bool(ours) and "kCustomKernel" in line, "estimated_cycles": None,
-                   "memory": {"shared": int(match[2])}, "tree": None, "cycles": None, "hbm_bytes": None, "trips": {}}
+                   "memory": {"shared": int(match[2])}, "tree": None, "cycles": None, "hbm_bytes": None, "trips": {},
+                   "uncounted": ""}
 
 
 def _number(path: Path) -> tuple[int, str]:

@@ -30,7 +30,8 @@ class Kernel:
       estimated_cycles: the compiler's own; for a kernel it guesses dynamic trip counts (`Compiler.profile`).
       memory: bytes by memory space: vmem and smem, windows and spills included; shared (GPU).
       tree: its loops (TPU). cycles: bundles it issues, hbm_bytes: what its DMAs move, trips: runs of the tree's parts,
-        all for the arguments the target gave; None and {} if it gave none.
+        all for the arguments the target gave; None and {} if it gave none, or if the kernel could not be run:
+        uncounted says why.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Kernel:
     cycles: int | None
     hbm_bytes: int | None
     trips: Mapping[str, float]
+    uncounted: str
 
     @property
     def bundles(self) -> int:

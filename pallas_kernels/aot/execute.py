@@ -53,6 +53,7 @@ _OPS: dict[str, Callable[..., str]] = {
     "pxor": lambda a, b: f"{a} ^ {b}",
     "sc.u32": lambda a, b: f"{a} + {b} > {_MASK}",
     "vpop.sfrf": lambda: "0",  # a semaphore's value, read where a kernel checks that all is awaited
+    "spop": lambda: "0",  # where two cores of a chip meet
 }
 for _name, _sign in (("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="), ("eq", "=="), ("ne", "!=")):
     _OPS[f"scmp.{_name}.s32.totalorder"] = lambda a, b, sign=_sign: f"({a} ^ {_SIGN}) {sign} ({b} ^ {_SIGN})"
@@ -175,6 +176,8 @@ def _layout(allocations: str, scalars: Sequence[np.ndarray]) -> tuple[dict[str, 
     for name, space, size, tag in _ALLOCATION.findall(allocations):
         words = -(-int(size, 16) // 4)
         bases[name] = at
+        if tag.endswith("core index"):
+            memory[at] = 0  # of a chip whose cores share a kernel, the first is run
         if space == "smem" and (match := re.fullmatch(r"prefetched SMEM operand (\d+)", tag)):
             words_of = _words(np.asarray(scalars[int(match[1])]))
             if words_of.size > words:
@@ -245,7 +248,7 @@ def _assignment(to: str, op: str, arguments: str, operand: re.Match[str] | None,
         # A pointer into an allocation names it once more, behind the offset.
         value = parts[0] if op.startswith("int_to_ptr") else f"({parts[0]} + {parts[1]}) & {_MASK}"
     elif op in _OPS:
-        value = _OPS[op](*([] if op == "vpop.sfrf" else _arguments(inputs, bases)))
+        value = _OPS[op](*([] if op in ("vpop.sfrf", "spop") else _arguments(inputs, bases)))
     else:
         value = f"Unknown({op + arguments!r})"
     if predicate is not None:

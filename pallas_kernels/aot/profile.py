@@ -46,6 +46,7 @@ def main() -> None:
     print(f"{kernel.name} on {options.topology}: {kernel.tree.cycles(trips):.0f} cycles with these trips; "
           + (f"the compiler's own estimate {kernel.estimated_cycles}; " if options.estimate else "")
           + (f"{kernel.cycles} with the target's arguments, {kernel.hbm_bytes} bytes of HBM; " if kernel.cycles else "")
+          + (f"runs not counted: {kernel.uncounted}; " if kernel.uncounted else "")
           + f"{memory}; spilled registers: "
           f"{kernel.tree.total('spill')} stores, {kernel.tree.total('fill')} loads; "
           f"compiled in {compiled.compile_seconds:.1f} s; all kernels: {[k.name for k in compiled.kernels]}")

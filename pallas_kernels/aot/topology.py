@@ -1,9 +1,12 @@
 """Devices of a TPU slice or of GPUs that are not attached: good for compiling, not for running."""
 
+import math
 import os
 from typing import Any
 
 from jax.experimental import topologies
+
+CHIPS_PER_HOST = 4
 
 
 def tpu_devices(name: str) -> list[Any]:
@@ -11,7 +14,12 @@ def tpu_devices(name: str) -> list[Any]:
     # libtpu asks the cloud's metadata server what it runs on and locks the machine's TPU: there is none.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    return list(topologies.get_topology_desc(topology_name=name, platform="tpu").devices)
+    sides = [int(side) for side in name.partition(":")[2].split("x")]
+    # A slice smaller than a host has to say so, at least to older libtpu.
+    bounds: dict[str, Any] = {}
+    if math.prod(sides) < CHIPS_PER_HOST:
+        bounds["chips_per_host_bounds"] = (*sides, *[1] * (3 - len(sides)))
+    return list(topologies.get_topology_desc(topology_name=name, platform="tpu", **bounds).devices)
 
 
 def gpu_devices(target_config: str, count: int = 1) -> list[Any]:

@@ -5,19 +5,21 @@ from flax import nnx
 
 from jinfer.config import ModelConfig
 from jinfer.models.layers import Linear
-from jinfer.models.parameter import Parameter, Precision, plain, stacked
+from jinfer.models.parameter import Parameter, Precision, plain, side_by_side
 from jinfer.sharding import Layout
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv 2002.05202); gate and up are one matrix [2, F, D]."""
+    """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv 2002.05202); gate and up are one matrix [2 * F, D]."""
 
     def __init__(self, config: ModelConfig, layout: Layout, precision: Precision, name: str):
         model, width = config.hidden_size, config.intermediate_size
+        self.parts = layout.degree("ffn")
         pair = tuple(f"{name}.{p}_proj" for p in ("gate", "up"))
 
         def both(kind: str, tail: tuple[int, ...]) -> Parameter:
-            return stacked(tuple(f"{p}.{kind}" for p in pair), (width, *tail), ("ffn", *(None for _ in tail)))
+            names = tuple(f"{p}.{kind}" for p in pair)
+            return side_by_side(names, (width, *tail), ("ffn", *(None for _ in tail)), self.parts)
 
         self.gate_up = Linear(both("weight", (model,)), precision, bias=both("bias", ()) if config.mlp_bias else None)
         self.down = Linear(
@@ -26,5 +28,5 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [T, D] -> [T, D]."""
-        gate_up = self.gate_up(x)  # [T, 2, F]
-        return self.down(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1])
+        gate_up = self.gate_up(x).reshape(x.shape[0], self.parts, 2, -1)  # F lies in as many parts as it is cut into
+        return self.down(jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1])

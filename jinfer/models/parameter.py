@@ -82,13 +82,23 @@ def padded_rows(name: str, shape: tuple[int, ...], rows: int, axes: tuple[str | 
     return Parameter((rows, *shape[1:]), axes, {name: shape}, read)
 
 
-def stacked(names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Parameter:
-    """Equal tensors [F, ...] stacked along a new first axis: [len(names), F, ...]."""
+def side_by_side(names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[str | None, ...],
+                 parts: int) -> Parameter:
+    """Equal tensors [F, ...] as one [len(names) * F, ...] that can be cut into `parts` along F.
+
+    Each part holds its share of the first tensor, then of the second: [parts, len(names), F / parts, ...], flat.
+    A plain matrix: of [len(names), F, ...] cut on F, XLA:GPU gathers all parts before it multiplies.
+    """
+    share = shape[0] // parts
+    rows = len(names) * share  # of one part
 
     def read(reader: Reader, index: Index) -> np.ndarray:
-        return np.stack([reader.read(name, index[1:]) for name in names[index[0]]])
+        first, last = index[0].start // rows, -(-index[0].stop // rows)
+        pieces = [reader.read(name, (slice(part * share, (part + 1) * share), *index[1:]))
+                  for part in range(first, last) for name in names]
+        return np.concatenate(pieces)[index[0].start - first * rows : index[0].stop - first * rows]
 
-    return Parameter((len(names), *shape), (None, *axes), dict.fromkeys(names, shape), read)
+    return Parameter((parts * rows, *shape[1:]), axes, dict.fromkeys(names, shape), read)
 
 
 def grouped_heads(q: str, k: str, v: str, *, num_heads: int, num_kv_heads: int, kv_heads: int, head_dim: int,

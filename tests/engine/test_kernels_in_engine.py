@@ -13,9 +13,9 @@ from tests.engines import run
 
 tpu = {name: pytest.importorskip(f"pallas_kernels.{name}.tpu") for name in ("kv_update", "paged_attention")}
 rng = np.random.default_rng(0)
-# Within a page, a whole page, longer than a call's chunk budget of 32 tokens.
-PROMPTS = [rng.integers(0, 256, n).tolist() for n in (1, 16, 41)]
-GREEDY = SamplingParams(temperature=0, max_tokens=11, ignore_eos=True)
+# With a chunk budget of 32 tokens: a whole prompt and a part of the next, its rest, then one in a slot used before.
+PROMPTS = [rng.integers(0, 256, n).tolist() for n in (20, 44, 32)]
+GREEDY = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
 
 
 @pytest.fixture
@@ -52,4 +52,4 @@ def test_tokens_equal_those_of_the_reference(engines, calls, monkeypatch, steps)
     reference = engines.get("llama_plain", **overrides)
     want = [r.completions[0].token_ids for r in run(reference, PROMPTS, GREEDY)]
     assert got == want
-    assert all(len(tokens) == 11 for tokens in got)
+    assert all(len(tokens) == 7 for tokens in got)

@@ -7,8 +7,9 @@ from pallas_kernels.chips import Chip
 LANES, SUBLANES = 128, 8
 VMEM_SHARE = 0.5  # of the chip's; the rest is the compiler's for values that do not stay in registers
 POSITIONS = 512  # of a block, at least: products long enough to hide their latencies
-FETCH = 2**19  # bytes of K or V of a block, up to twice POSITIONS: a fetch takes a microsecond to begin
+FETCH = 2**20  # bytes of K or V of a block, up to 4 * POSITIONS: a fetch takes a microsecond to begin
 QUERIES = 128  # of a window, at most
+SCORES = 2**19  # of several kv heads computed as one array, which overlaps their products and reductions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class Sizes:
     Attributes:
       heads, kv_heads, head_dim, page_size: N, K, H, S. queries: TQ, of a window; 1 in decode.
       pages: of a block. depth: blocks in flight or in use. splits: parts a row's context is cut into.
+      scores: of kv heads computed together, at most, where that is more than one.
     """
 
     heads: int
@@ -28,6 +30,7 @@ class Sizes:
     pages: int
     depth: int
     splits: int
+    scores: int = SCORES
 
     @property
     def decode(self) -> bool:
@@ -50,6 +53,12 @@ class Sizes:
         return (self.kv_heads, self.group, *(() if self.decode else (self.queries,)), self.head_dim)
 
     @property
+    def together(self) -> int:
+        """Kv heads whose softmax is one: of few rows each, they hide each other's latencies."""
+        return max(n for n in range(1, self.kv_heads + 1)
+                   if self.kv_heads % n == 0 and (n == 1 or n * self.rows * self.positions <= self.scores))
+
+    @property
     def positions(self) -> int:
         """C: positions of a block."""
         return self.pages * self.page_size
@@ -60,7 +69,7 @@ class Sizes:
         tile = up(lines, SUBLANES) * self.head_dim * q_bytes
         states = lines * (self.head_dim + 2 * LANES) * 4
         block = self.kv_heads * self.positions * self.head_dim
-        values = 4 * self.rows * self.positions * 4 + 2 * self.positions * self.head_dim * 4
+        values = self.together * (3 * self.rows + self.head_dim) * self.positions * 4
         return (self.depth + 2) * tile + states + self.depth * block * (k_bytes + v_bytes) + values
 
 
@@ -74,16 +83,17 @@ def choose(*, heads: int, kv_heads: int, head_dim: int, page_size: int, table_wi
     """
     budget = int(chip.vmem * VMEM_SHARE)
 
-    def sizes(queries: int, positions: int, depth: int) -> Sizes:
+    def sizes(queries: int, positions: int, depth: int, scores: int = SCORES) -> Sizes:
         pages = max(1, min(positions // page_size, table_width))
-        return Sizes(heads, kv_heads, head_dim, page_size, queries, pages, depth, chip.cores)
+        return Sizes(heads, kv_heads, head_dim, page_size, queries, pages, depth, chip.cores, scores)
 
     def fits(found: Sizes) -> bool:
         return found.vmem(*bytes_each) <= budget
 
     if chunk is None:
         queries, depth = 1, 4
-        positions = POSITIONS * 2 if POSITIONS * kv_heads * head_dim * min(bytes_each[1:]) < FETCH else POSITIONS
+        fetched = FETCH // (kv_heads * head_dim * max(bytes_each[1:]))
+        positions = min(max(power_of_two(max(fetched, 1)), POSITIONS), 4 * POSITIONS)
     else:
         # Wide windows for long chunks; many short ones would share a window and each pay for all of it.
         tokens, sequences = chunk
@@ -92,8 +102,11 @@ def choose(*, heads: int, kv_heads: int, head_dim: int, page_size: int, table_wi
     entry = dataclasses.replace(sizes(queries, positions, depth), **tuned)
     if tuned and fits(entry):
         return entry
-    while not fits(found := sizes(queries, positions, depth)):
-        if positions > max(page_size, LANES):
+    scores = SCORES
+    while not fits(found := sizes(queries, positions, depth, scores)):
+        if found.together > 1:
+            scores //= 2
+        elif positions > max(page_size, LANES):
             positions //= 2
         elif queries > 16:
             queries = max(16, queries // 2)

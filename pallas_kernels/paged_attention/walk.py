@@ -17,8 +17,6 @@ from pallas_kernels.options import MASKED
 from pallas_kernels.paged_attention.blocks import LANES, Sizes
 from pallas_kernels.paged_attention.tiles import Tiles
 
-UNROLLED = 8  # kv heads whose products the compiler may interleave
-
 
 class Options(NamedTuple):
     """window: of the model. cap: soft cap in base 2, q being in caps. compute: of the products. table_width: M."""
@@ -209,22 +207,23 @@ class Walker:
             seen = column <= last
             if self.options.window is not None:
                 seen &= column > last - self.options.window
-            self.each_head(lambda h: self.accumulate(h, at, slot, seen))
+            self.each_heads(lambda first: self.accumulate(first, at, slot, seen))
 
         @pl.when(~edge)
         def _():
-            self.each_head(lambda h: self.accumulate(h, at, slot, None))
+            self.each_heads(lambda first: self.accumulate(first, at, slot, None))
 
     def line(self):
         """[rows, 1] int32: the query of each row, in its window."""
         return jax.lax.broadcasted_iota(jnp.int32, (self.s.rows, 1), 0) % self.s.queries
 
-    def each_head(self, run) -> None:
-        if self.s.decode and self.s.kv_heads <= UNROLLED:
-            for h in range(self.s.kv_heads):
-                run(h)
+    def each_heads(self, run) -> None:
+        """run(first) for the kv heads, `together` at a time."""
+        count = self.s.kv_heads // self.s.together
+        if count == 1:
+            run(0)
         else:
-            jax.lax.fori_loop(0, self.s.kv_heads, lambda h, _: run(h), None)
+            jax.lax.fori_loop(0, count, lambda i, _: run(i * self.s.together), None)
 
     def clear(self, slot, base, end) -> None:
         """Zeroes V from `end` on: another's leftovers or nothing ever written, and 0 * NaN is NaN."""
@@ -236,34 +235,50 @@ class Walker:
 
         jax.lax.fori_loop((end - base) // s.page_size, s.pages, page, None)
 
-    def accumulate(self, h, at: Cursor, slot, seen) -> None:
-        """A block of one kv head joins the tile's state; seen: [rows, C] bool, None where all is."""
+    def accumulate(self, first, at: Cursor, slot, seen) -> None:
+        """A block joins the state of kv heads first:first + together; seen: [rows, C] bool, None where all is.
+
+        Heads are one array wherever they can be, so that their products and reductions overlap.
+        """
         s, state, compute = self.s, self.scratch, self.options.compute
+        heads = [first + i for i in range(s.together)]
+        stack = pl.ds(first, s.together)
         precision = jax.lax.Precision.HIGHEST if compute == jnp.float32 else None
-        q = state["q"][at.turn % s.depth, h].reshape(s.rows, s.head_dim)
-        k, v = (state[name][slot, :, h].reshape(s.positions, s.head_dim).astype(compute) for name in ("k", "v"))
-        scores = jax.lax.dot_general(q, k, (((1,), (1,)), ((), ())), precision=precision,
-                                     preferred_element_type=jnp.float32)
-        if "k_scales" in state:
-            scores = scores * self.scales("k_scales", slot, h)
+
+        def block(name, h):
+            return state[name][slot, :, h].reshape(s.positions, s.head_dim).astype(compute)
+
+        def with_keys(h):
+            q = state["q"][at.turn % s.depth, h].reshape(s.rows, s.head_dim)
+            scores = jax.lax.dot_general(q, block("k", h), (((1,), (1,)), ((), ())), precision=precision,
+                                         preferred_element_type=jnp.float32)
+            return scores * self.scales("k_scales", slot, h) if "k_scales" in state else scores
+
+        scores = jnp.stack([with_keys(h) for h in heads])  # [together, rows, C]
         if self.options.cap is not None:
             scores = jnp.tanh(scores) * self.options.cap
         if seen is not None:
             scores = jnp.where(seen, scores, MASKED)
-        old = state["top"][h]  # [rows, 128], equal in all lanes: to broadcast it again would cost more
-        top = jnp.maximum(old, scores.max(1, keepdims=True))
+        old = state["top"][stack]  # [together, rows, 128], equal in all lanes: to broadcast again would cost more
+        top = jnp.maximum(old, scores.max(-1, keepdims=True))
         probs = jnp.exp2(scores - _wide(top, s.positions))
         if seen is not None:
             probs = jnp.where(seen, probs, 0.0)
         keep = jnp.exp2(old - top)
-        state["total"][h] = state["total"][h] * keep + probs.sum(1, keepdims=True)
-        state["top"][h] = top
-        if "v_scales" in state:
-            probs = probs * self.scales("v_scales", slot, h)
-            if seen is not None:
-                probs = jnp.where(seen, probs, 0.0)
-        values = jnp.dot(probs.astype(compute), v, precision=precision, preferred_element_type=jnp.float32)
-        state["acc"][h] = state["acc"][h] * _wide(keep, s.head_dim) + values
+        state["total"][stack] = state["total"][stack] * keep + probs.sum(-1, keepdims=True)
+        state["top"][stack] = top
+
+        def with_values(i, h):
+            weights = probs[i]
+            if "v_scales" in state:
+                weights = weights * self.scales("v_scales", slot, h)
+                if seen is not None:
+                    weights = jnp.where(seen, weights, 0.0)
+            return jnp.dot(weights.astype(compute), block("v", h), precision=precision,
+                           preferred_element_type=jnp.float32)
+
+        values = jnp.stack([with_values(i, h) for i, h in enumerate(heads)])
+        state["acc"][stack] = state["acc"][stack] * _wide(keep, s.head_dim) + values
 
     def scales(self, name: str, slot, h):
         """[1, C] of a kv head."""
@@ -280,19 +295,20 @@ class Walker:
         if not s.decode:
             own = (self.line() >= self.tiles.low[at.tile]) & (self.line() < self.tiles.high[at.tile])
 
-        def head(h):
-            total = state["total"][h]
-            results = {"out": state["acc"][h] * _wide(1.0 / jnp.where(total == 0.0, 1.0, total), s.head_dim)}
+        def some(first):
+            stack = pl.ds(first, s.together)
+            total = state["total"][stack]
+            results = {"out": state["acc"][stack] * _wide(1.0 / jnp.where(total == 0.0, 1.0, total), s.head_dim)}
             if "log" in self.outputs:
-                results["log"] = jnp.where(total > 0.0, state["top"][h] + jnp.log2(total), MASKED)
+                results["log"] = jnp.where(total > 0.0, state["top"][stack] + jnp.log2(total), MASKED)
             for name, value in results.items():
-                buffer = state[name].at[slot, h]
+                buffer = state[name].at[slot, stack]
                 value = value.astype(buffer.dtype)
                 if not s.decode:  # sequences that share the window keep theirs
                     value = jnp.where(own, value, buffer[...].reshape(value.shape))
                 buffer[...] = value.reshape(buffer.shape)
 
-        self.each_head(head)
+        self.each_heads(some)
 
         @pl.when(True if s.decode else self.last_of_window(at))
         def _():
@@ -309,7 +325,7 @@ class Walker:
 
 
 def _wide(x, width: int):
-    """[rows, 128] of equal lanes -> [rows, width]."""
+    """[.., rows, 128] of equal lanes -> [.., rows, width]."""
     if width <= LANES:
-        return x[:, :width]
-    return jnp.concatenate([x] * -(-width // LANES), axis=1)[:, :width]
+        return x[..., :width]
+    return jnp.concatenate([x] * -(-width // LANES), axis=-1)[..., :width]

@@ -5,7 +5,7 @@ import dataclasses
 from pallas_kernels.chips import Chip
 
 LANES, SUBLANES = 128, 8
-VMEM_SHARE = 0.5  # of the chip's; the rest is the compiler's for values that do not stay in registers
+VMEM_SHARE = 0.625  # of the chip's; the rest is the compiler's for values that do not stay in registers
 POSITIONS = 512  # of a block, at least: products long enough to hide their latencies
 FETCH = 2**20  # bytes of K or V of a block, up to 4 * POSITIONS: a fetch takes a microsecond to begin
 QUERIES = 128  # of a window, at most

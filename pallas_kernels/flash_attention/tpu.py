@@ -6,7 +6,9 @@ only.
 
 Scores are kept transposed, keys on sublanes and queries on lanes: maxima and sums over keys are plain vector
 operations, a query's maximum is a row that broadcasts for nothing, and the second product fills a 256-wide matrix
-unit also where head_dim is 128. Online softmax after arXiv 2205.14135 and 2307.08691, in base 2.
+unit also where head_dim is 128. Queries and results are turned in here, once a tile: outside they are heads first,
+[N, T, H], a layout in which XLA can make queries and use results without copies. Online softmax after arXiv
+2205.14135 and 2307.08691, in base 2.
 """
 
 import dataclasses
@@ -57,9 +59,9 @@ class Blocks:
 
     def vmem(self, width: int, itemsize: int) -> int:
         """Bytes: windows twice (the pipeline has two buffers), scratch, and what the compiler keeps of a piece."""
-        windows = itemsize * (2 * width * self.rows + width * self.keys + _up(width, LANES) * self.keys)
+        windows = itemsize * (_up(width, LANES) * (2 * self.rows + self.keys) + width * self.keys)
         windows += 4 * 8 * (self.rows + self.queries)  # sinks and bounds
-        scratch = 4 * self.rows * (self.keys + width + 3 * 8)
+        scratch = 4 * self.rows * (self.keys + width + 3 * 8) + itemsize * self.rows * width
         pieces = (4 if itemsize == 2 else 8) * 4 * min(PIECE, self.rows) * self.keys
         if itemsize == 4:  # operands split into three bfloat16 ones
             pieces += 6 * width * (self.rows + 2 * self.keys)
@@ -140,7 +142,6 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array,
     def now(step: Any, pairs: Any) -> Any:
         return pairs[jnp.maximum(step - 1, 0)]
 
-    # Heads first moves rows of [H] only, which costs little more than their bytes.
     operands = [q.transpose(1, 0, 2), _without_padding(k.transpose(1, 0, 2), starts[-1], blocks.keys, 1),
                 _without_padding(v.transpose(1, 2, 0), starts[-1], blocks.keys, 2), bounds]
     in_specs = [
@@ -214,13 +215,15 @@ def _kernel(pairs: Any, q: Any, k: Any, v: Any, bounds: Any, *rest: Any, blocks:
             soft_cap: float | None, has_sinks: bool) -> None:
     """The softmax and second product of the pair before pairs[step], and the first product of pairs[step].
 
-    Windows, R rows and C keys: q [H, R], k [C, H] and bounds [2, R / heads] of the pair to come; v [H, C],
-    sinks [1, R] and out [H, R] of the present one. Scratch: scores [C, R] and their maxima highest [1, R]; of the
-    softmax so far the maxima top [1, R] and the sums total [1, R]; the sum of values acc [H, R].
+    Windows, R rows and C keys: q [heads, R / heads, H], k [C, H] and bounds [2, R / heads] of the pair to come;
+    v [H, C], sinks [1, R] and out [heads, R / heads, H] of the present one. Scratch: turned [H, R], the queries of the
+    pair to come; scores [C, R] and their maxima highest [1, R]; of the softmax so far the maxima top [1, R] and the
+    sums total [1, R]; the sum of values acc [H, R].
     """
     sinks, (out, turned, scores, highest, top, total, acc) = (rest[0], rest[1:]) if has_sinks else (None, rest)
     step = pl.program_id(1)
     now, following = pairs[jnp.maximum(step - 1, 0)], pairs[step]
+    heads = [(head, slice(head * blocks.queries, (head + 1) * blocks.queries)) for head in range(blocks.heads)]
     # float32 products in full; bfloat16 ones are exact as they are.
     dot = functools.partial(
         jnp.dot, preferred_element_type=jnp.float32,
@@ -264,8 +267,8 @@ def _kernel(pairs: Any, q: Any, k: Any, v: Any, bounds: Any, *rest: Any, blocks:
 
     @pl.when((step == 0) | (following & FIRST != 0))
     def _() -> None:
-        for head in range(blocks.heads):
-            turned[:, head * blocks.queries:(head + 1) * blocks.queries] = q[head].T
+        for head, rows in heads:
+            turned[:, rows] = q[head].T
 
     @pl.when(step == 0)
     def _() -> None:
@@ -282,8 +285,7 @@ def _kernel(pairs: Any, q: Any, k: Any, v: Any, bounds: Any, *rest: Any, blocks:
 
     @pl.when((step > 0) & (now & LAST != 0))
     def _() -> None:
-        for head in range(blocks.heads):
-            rows = slice(head * blocks.queries, (head + 1) * blocks.queries)
+        for head, rows in heads:
             sums = total[:, rows]
             out[head] = (acc[:, rows] / jnp.where(sums == 0.0, 1.0, sums)).astype(out.dtype).T
 

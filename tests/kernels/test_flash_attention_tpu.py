@@ -94,6 +94,15 @@ def test_the_values_of_another_sequence_leave_no_trace():
     np.testing.assert_array_equal(*got)
 
 
+@pytest.mark.parametrize("lengths", [[0, 0, 0, 0], [100, 0, 0, 0]])
+def test_padding_is_no_nan_where_the_queries_have_none(lengths):
+    """Not even in tiles that the kernel never writes."""
+    heads, _, _, kernel, _ = prepared("plain")
+    q, k, v, starts = case(np.random.default_rng(0), lengths, tokens=TOKENS, heads=heads[0], kv_heads=heads[1],
+                           width=16)
+    assert np.isfinite(np.asarray(kernel(jnp.nan_to_num(q), k, v, starts))).all()
+
+
 @pytest.mark.parametrize("name", ["plain", "cap"])
 def test_nothing_unwritten_is_read(name):
     heads, _, _, _, plain = prepared(name)

@@ -7,7 +7,7 @@ from jinfer.plan.hlo import Instruction, Module
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
                "collective-broadcast", "ragged-all-to-all")
-PRODUCTS = ("dot", "convolution", "custom-call")  # what may read a whole weight and return something as large
+PRODUCTS = ("dot", "convolution", "custom-call", "gather")  # may read a whole weight and return something as large
 FREE = ("parameter", "bitcast", "tuple", "get-tuple-element", "while", "conditional", "optimization-barrier")
 
 

@@ -1,6 +1,7 @@
 """The TPU kernel in the interpreters, against the reference and the oracle; ahead of time by the TPU's compiler."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels import Pages, paged_attention
+from pallas_kernels.aot.topology import tpu_devices
 from pallas_kernels.paged_attention import reference, tpu
 from tests.kernels import oracle
 from tests.kernels.cases import BOUND, paged
@@ -130,3 +134,35 @@ def test_pools_must_lie_in_whole_tiles(change, message):
     case = paged(np.random.default_rng(0), [0], [1], **arguments)
     with pytest.raises(ValueError, match=message):
         tpu.paged_attention(*case, scale=1.0, window=None, soft_cap=None, sinks=None, first_page=None, decode=True)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("decode", [False, True])
+def test_compiled_it_lists_its_work_once_for_all_layers(decode):
+    """Two layers: each kernel gets the same list of tiles, and nothing the size of a pool is copied."""
+    pytest.importorskip("libtpu", reason="compiling for TPUs needs the libtpu package")
+    mesh = Mesh(np.array(tpu_devices("v6e:2x2")[:1]), ("x",))
+    here = NamedSharding(mesh, PartitionSpec())
+
+    def shape(*sizes, dtype="int32"):
+        return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype), sharding=here)
+
+    tokens, rows = (64, 64) if decode else (512, 8)
+    pool = Pages(shape(40001, 8, 64, 128, dtype="bfloat16"))
+    arguments = (shape(tokens, 32, 128, dtype="bfloat16"), pool, pool, shape(rows, 16), shape(rows + 1), shape(rows))
+
+    def layers(q, *others):
+        for layer in range(2):
+            q = paged_attention(q, *others, scale=0.1, first_page=jnp.int32(20000 * layer), decode=decode)
+        return q
+
+    local = jax.shard_map(layers, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    compiled = jax.jit(local).lower(*arguments).compile()
+    text = compiled.as_text()
+    calls = re.findall(r"custom-call\((.*?)\), custom_call_target=\"tpu_custom_call\"", text)
+    assert len(calls) == 2
+    first, second = (re.sub(r"/\*.*?\*/", "", call).split(", ") for call in calls)
+    assert first[:9] == second[:9]  # Tiles and the page table
+    assert first[9] != second[9]  # the first page
+    assert not re.findall(r"= \S*\[40001,\S* copy", text)
+    assert compiled.memory_analysis().temp_size_in_bytes < 32 << 20

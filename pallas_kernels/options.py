@@ -10,6 +10,8 @@ def check_options(q: jax.Array, *, window: int | None, soft_cap: float | None, s
     """Raises ValueError, naming the field, if q [T, N, H] or an option cannot be."""
     if q.dtype.name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"q must be float32, bfloat16 or float16, got {q.dtype}")
+    if q.shape[0] == 0:
+        raise ValueError(f"q must hold a token at least, got {q.shape}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
     if soft_cap is not None and not soft_cap > 0:

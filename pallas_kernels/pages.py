@@ -63,6 +63,9 @@ def check_pages(name: str, pages: Pages, *, like: Pages | None = None) -> None:
         raise ValueError(f"{name}.data must be one of {', '.join(FORMATS)}, got {data.dtype}")
     if like is not None and data.shape != like.data.shape:
         raise ValueError(f"{name}.data must have the shape of the other pool, {like.data.shape}, got {data.shape}")
+    if scales is not None and like is not None and like.scales is not None and scales.shape != like.scales.shape:
+        raise ValueError(f"{name}.scales must have the shape of the other pool's, {like.scales.shape}, "
+                         f"got {scales.shape}")
     if (data.dtype.name in QUANTIZED) != (scales is not None):
         raise ValueError(f"{name}.scales must be given with int8 and float8_e4m3fn pages and only with them")
     if scales is not None and (scales.ndim != 3 or scales.shape[:2] != data.shape[:2]
@@ -73,6 +76,9 @@ def check_pages(name: str, pages: Pages, *, like: Pages | None = None) -> None:
 
 def check_tiling(name: str, pages: Pages) -> None:
     """Raises ValueError, naming the field, if a pool does not lie in whole tiles of a TPU."""
+    if pages.data.dtype == jnp.float16 or pages.data.shape[2] > 128:
+        raise ValueError(f"{name}.data {pages.data.shape} of {pages.data.dtype}: on a TPU S must be 128 at most, and "
+                         "bfloat16 takes the place of float16")
     rows = 32 // pages.data.dtype.itemsize
     if pages.data.shape[2] % rows or pages.data.shape[3] % 128:
         raise ValueError(f"{name}.data {pages.data.shape}: on a TPU S must be a multiple of {rows} for "
@@ -93,5 +99,7 @@ def check_sequences(page_table: jax.Array, query_starts: jax.Array, kv_lengths: 
     for name, array, shape in wanted:
         if array.shape != shape or array.dtype != "int32":
             raise ValueError(f"{name} must be int32 {list(shape)}, got {array.dtype} {array.shape}")
+    if tokens == 0:
+        raise ValueError("there must be a token at least, got T=0")
     if decode and tokens != sequences:
         raise ValueError(f"decode wants one query a sequence, got T={tokens} and Q={sequences}")

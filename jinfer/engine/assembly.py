@@ -17,6 +17,7 @@ from jinfer.models import build_model
 from jinfer.models.parameter import Parameter, Precision
 from jinfer.observe.metrics import Metrics
 from jinfer.sharding import Layout
+from pallas_kernels.pages import check_tiling, pool_shapes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +41,12 @@ class Assembly:
         layout.check(model)
         config = resolve(config, model, layout.platform)
         assert config.max_context is not None
+        if layout.platform == "tpu":
+            try:
+                check_tiling("KV", pool_shapes(1, layout.kv_heads(model), config.page_size, model.head_dim,
+                                               config.kv_dtype, "tpu"))
+            except ValueError as error:
+                raise ConfigError(f"page_size: {error}") from None
         precision = Precision.of(config.dtype, config.quantization)
         graph, abstract = nnx.split(build_model(model, layout, precision))
         parameters, treedef = jax.tree.flatten(abstract)

@@ -1,17 +1,6 @@
 """How many KV pages fit: plain arithmetic on bytes, tokens and pages."""
 
-from jinfer.config.model import ModelConfig
 from jinfer.errors import ConfigError
-
-
-def kv_bytes_per_token(config: ModelConfig, kv_heads: int, dtype_bytes: int) -> int:
-    """Bytes one token position takes in all layers: keys and values, [L, 2, kv_heads, H].
-
-    Args:
-      kv_heads: heads held where the bytes are counted: K for the whole model, K / mesh axis for one device.
-      dtype_bytes: bytes of one element of the KV format.
-    """
-    return 2 * config.num_layers * kv_heads * config.head_dim * dtype_bytes
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -24,7 +13,7 @@ def pool_pages(free_bytes: int, *, token_bytes: int, page_size: int, max_rows: i
 
     Args:
       free_bytes: memory for the pool on one device.
-      token_bytes: bytes of a token position on that device, see `kv_bytes_per_token`.
+      token_bytes: bytes of a token position on that device, in all layers, keys and values.
 
     Raises:
       ConfigError: one sequence of max_context tokens would not fit; carries both numbers.

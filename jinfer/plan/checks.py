@@ -48,15 +48,6 @@ def not_donated(module: Module, numbers: Iterable[int]) -> list[str]:
     return [parameters[n].source for n in numbers if n not in module.aliased]
 
 
-def large_values(module: Module, largest: int) -> list[str]:
-    """What a call always or sometimes writes of more than `largest` bytes, in HBM or not, fusions seen from outside."""
-    fused = {name for i in module.every(rare=True) if i.opcode == "fusion" for name in i.called}
-    inside = {id(i) for name in fused for i in module.computations[name].values()}
-    return [describe(i) for i in module.every(rare=True)
-            if id(i) not in inside and i.opcode not in FREE and not i.opcode.endswith(("-start", "-done"))
-            and any(s.bytes > largest for s in i.shapes)]
-
-
 def describe(i: Instruction) -> str:
     shape = i.shapes[0] if i.shapes else None
     where = f"{shape.dtype}{list(shape.dims)}" if shape else ""

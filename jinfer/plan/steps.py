@@ -92,7 +92,7 @@ def expected_collectives(model: ModelConfig, config: EngineConfig) -> Counter[st
 
     A sum after each layer's attention and each layer's feed-forward network; one after the embedding, of which a
     device has its part of the rows; logits change hands once, from a part of each row to a part of the rows, and the
-    few numbers sampled from them are collected once.
+    few numbers sampled from them are collected once. Not for int8 weights, whose sums are left to the partitioner.
     """
 
     def cut(axis: str) -> bool:

@@ -23,6 +23,8 @@ def flash_attention(
 ) -> jax.Array:
     """Causal attention of packed whole sequences over themselves (prefill without a cache).
 
+    A NaN among a sequence's values may reach others packed beside it (0 * NaN); paged_attention keeps them apart.
+
     Args:
       q: [T, N, H] float; sequence i owns the tokens starts[i]:starts[i+1]; tokens past starts[Q] are padding and
         give unspecified rows (NaN only where they hold NaN), and no other token sees them.

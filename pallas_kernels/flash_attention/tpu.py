@@ -85,8 +85,6 @@ def blocks_for(tokens: int, group: int, kv_heads: int, width: int, itemsize: int
       ValueError: the list of pairs of so many tokens does not fit the chip's scalar memory.
     """
     chip = local_chip()
-    if found := tuned(__file__, f"{tokens} {group} {width} {8 * itemsize}"):
-        return Blocks(**found)
     longest = max(LANES, 1 << (tokens - 1).bit_length())
     sizes = [size for size in (128, 256, 512, 1024, 2048) if size <= longest]
     # A device of two TensorCores splits the heads.
@@ -95,6 +93,9 @@ def blocks_for(tokens: int, group: int, kv_heads: int, width: int, itemsize: int
     fitting = [blocks for blocks in (Blocks(*sizes) for sizes in itertools.product(shared, sizes, sizes))
                if blocks.rows * blocks.keys <= LARGEST and blocks.vmem(width, itemsize) <= chip.vmem // 2
                and 4 * pairs_at_most(tokens, blocks, window) <= chip.smem * 3 // 4]
+    entry = tuned(__file__, f"{tokens} {group} {width} {8 * itemsize}")
+    if entry and Blocks(**entry) in fitting:
+        return Blocks(**entry)
     if not fitting:
         raise ValueError(f"flash_attention cannot plan {tokens} tokens of head_dim {width} on this chip")
     return min(fitting, key=lambda blocks: group // blocks.heads * blocks.cycles(
@@ -235,7 +236,7 @@ def _kernel(pairs: Any, q: Any, k: Any, v: Any, bounds: Any, *rest: Any, blocks:
         s = dot(k[...], turned[:, piece])
         s = s * (scale * LOG2E) if soft_cap is None else jnp.tanh(s * (scale / soft_cap)) * (soft_cap * LOG2E)
         if bias is not None:
-            s += bias
+            s = jnp.where(bias == 0.0, s, MASKED)  # not a sum: another sequence's key may be NaN
         scores[:, piece] = s
         highest[:, piece] = s.max(0, keepdims=True)
 
@@ -272,6 +273,7 @@ def _kernel(pairs: Any, q: Any, k: Any, v: Any, bounds: Any, *rest: Any, blocks:
 
     @pl.when(step == 0)
     def _() -> None:
+        out[...] = jnp.zeros_like(out)  # which nothing else writes if all is padding
         for piece, bias in _biases(bounds, following, blocks, masked=True):
             score(piece, bias)
 
@@ -291,7 +293,7 @@ def _kernel(pairs: Any, q: Any, k: Any, v: Any, bounds: Any, *rest: Any, blocks:
 
 
 def _biases(bounds: Any, pair: Any, blocks: Blocks, masked: bool) -> list[tuple[slice, jax.Array | None]]:
-    """The pieces of a tile's rows, and what to add to their scores: 0, or MASKED where a query does not see a key."""
+    """The pieces of a tile's rows, and a mask of their scores: 0, or MASKED where a query does not see a key."""
     if blocks.queries >= PIECE:
         width, together = PIECE, 1
     else:

@@ -45,7 +45,9 @@ def make_plan(module: str, k_pages: Pages, v_pages: Pages, tokens: int, *, decod
         elif not decode and heads > 1:
             heads = max(h for h in range(1, heads) if kv_heads % h == 0)
         else:
-            return plan
+            needed = sum(vmem_bytes(pages, plan) for pages in pools)
+            raise ValueError(f"kv_update: {kv_heads} kv heads of {width} and pages of {size} need {needed} bytes of "
+                             f"VMEM, {vmem // 2} may be used")
 
 
 def vmem_bytes(pages: Pages, plan: Plan) -> int:

@@ -17,7 +17,6 @@ from pallas_kernels.kv_update import words as packed
 from pallas_kernels.kv_update.items import Items, work_items
 from pallas_kernels.kv_update.merge import log2, merge_rows, merge_scales, merge_word, tile_of, tiles_of
 from pallas_kernels.kv_update.plan import Plan, make_plan
-from pallas_kernels.kv_update.words import LANES
 from pallas_kernels.pages import Pages, check_tiling, quantize
 
 
@@ -34,9 +33,6 @@ def kv_update(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, page_t
     """
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         check_tiling(name, pages)
-        if pages.data.shape[2] > LANES or pages.data.dtype == jnp.float16:
-            raise ValueError(f"{name}.data {pages.data.dtype} {pages.data.shape}: the TPU kernel takes page sizes "
-                             f"up to {LANES} and bfloat16 in place of float16")
     plan = make_plan(__file__, k_pages, v_pages, k.shape[0], decode=decode)
     items = work_items(page_table, query_starts, kv_lengths, k.shape[0], k_pages.data.shape[2], plan.block,
                        decode=decode)

@@ -65,12 +65,14 @@ class Sizes:
 
     def vmem(self, q_bytes: int, k_bytes: int, v_bytes: int) -> int:
         """Bytes of scratch, and of the largest values, for q and pools of these bytes an element."""
-        lines = self.kv_heads * self.rows
-        tile = up(lines, SUBLANES) * self.head_dim * q_bytes
-        states = lines * (self.head_dim + 2 * LANES) * 4
+        lines = up(self.kv_heads * self.rows, SUBLANES)
+        tile = lines * self.head_dim
+        states = lines * (self.head_dim + 3 * LANES) * 4  # the sum of values; maximum, total, sink
+        results = 2 * (tile * q_bytes if self.splits == 1 else (tile + lines * LANES) * 4)
         block = self.kv_heads * self.positions * self.head_dim
+        scales = sum(4 * up(self.kv_heads, SUBLANES) * self.pages * LANES for n in (k_bytes, v_bytes) if n == 1)
         values = self.together * (3 * self.rows + self.head_dim) * self.positions * 4
-        return (self.depth + 2) * tile + states + self.depth * block * (k_bytes + v_bytes) + values
+        return (self.depth * (tile * q_bytes + block * (k_bytes + v_bytes) + scales) + results + states + values)
 
 
 def choose(*, heads: int, kv_heads: int, head_dim: int, page_size: int, table_width: int, chunk: tuple[int, int] | None,
@@ -109,7 +111,7 @@ def choose(*, heads: int, kv_heads: int, head_dim: int, page_size: int, table_wi
         elif positions > max(page_size, LANES):
             positions //= 2
         elif queries > 16:
-            queries = max(16, queries // 2)
+            queries = max(16, queries // 32 * 16)  # whole tiles of bfloat16
         elif depth > 2:
             depth -= 1
         else:

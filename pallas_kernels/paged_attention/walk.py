@@ -233,7 +233,8 @@ class Walker:
             position = base + j * s.page_size + jax.lax.broadcasted_iota(jnp.int32, (1, s.page_size, s.head_dim), 1)
             v[slot, j] = jnp.where(position < end, v[slot, j].astype(jnp.float32), 0.0).astype(v.dtype)
 
-        jax.lax.fori_loop((end - base) // s.page_size, s.pages, page, None)
+        # A split's block may lie wholly past the end.
+        jax.lax.fori_loop(jnp.maximum(end - base, 0) // s.page_size, s.pages, page, None)
 
     def accumulate(self, first, at: Cursor, slot, seen) -> None:
         """A block joins the state of kv heads first:first + together; seen: [rows, C] bool, None where all is.

@@ -90,8 +90,10 @@ def test_the_values_of_another_sequence_leave_no_trace():
     heads, _, _, kernel, _ = prepared("bfloat16")
     q, k, v, starts = case(np.random.default_rng(0), [200, 100, 0, 0], tokens=TOKENS, heads=heads[0],
                            kv_heads=heads[1], width=16, dtype="bfloat16")
-    got = [np.asarray(kernel(q, k, values, starts), np.float32)[200:] for values in (v, v.at[:200].set(3e38))]
-    np.testing.assert_array_equal(*got)
+    sound, *others = (np.asarray(kernel(q, *kv, starts), np.float32)[200:300] for kv in (
+        (k, v), (k, v.at[:200].set(3e38)), (k.at[:200].set(np.nan), v), (k.at[:200].set(np.inf), v)))
+    for other in others:
+        np.testing.assert_array_equal(other, sound)
 
 
 @pytest.mark.parametrize("lengths", [[0, 0, 0, 0], [100, 0, 0, 0]])
@@ -101,6 +103,14 @@ def test_padding_is_no_nan_where_the_queries_have_none(lengths):
     q, k, v, starts = case(np.random.default_rng(0), lengths, tokens=TOKENS, heads=heads[0], kv_heads=heads[1],
                            width=16)
     assert np.isfinite(np.asarray(kernel(jnp.nan_to_num(q), k, v, starts))).all()
+
+
+def test_all_padding_is_no_nan_either():
+    """Where a window nothing wrote would be written back."""
+    heads, *_ = prepared("plain")
+    q, k, v, starts = case(np.random.default_rng(0), [0, 0, 0, 0], tokens=256, heads=heads[0], kv_heads=heads[1], width=16)
+    got = run_detecting_races(lambda interpret: prepared("plain", interpret)[3](jnp.nan_to_num(q), k, v, starts))
+    assert np.isfinite(got).all()
 
 
 @pytest.mark.parametrize("name", ["plain", "cap"])

@@ -111,16 +111,21 @@ def test_two_cores_split_every_context(decode):
 
 
 @pytest.mark.parametrize("decode", [False, True])
-@pytest.mark.parametrize("formats", [("float32", None, None), ("bfloat16", "int8", "bfloat16")])
-def test_no_race_and_nothing_uninitialised(decode, formats):
-    """The full interpreter: copies land when they are awaited, memory nobody wrote is NaN."""
+@pytest.mark.parametrize(("formats", "splits", "pages"), [
+    (("float32", None, None), 1, 1), (("bfloat16", "int8", "bfloat16"), 1, 1), (("float32", None, None), 2, 2)])
+def test_no_race_and_nothing_uninitialised(decode, formats, splits, pages):
+    """The full interpreter: copies land when they are awaited, memory nobody wrote is NaN, no index is out of bounds.
+
+    Two splits: the second one's blocks lie wholly past the end of a short row.
+    """
     rng = np.random.default_rng(0)
     starts, chunks = ([0, 70], [1, 1]) if decode else ([0, 33], [9, 6])
     case = paged(rng, starts, chunks, heads=2, kv_heads=1, width=128, page_size=32, pages_per_row=3, dtype=formats[0],
                  k_format=formats[1], v_format=formats[2], tokens=2 if decode else 16, lanes=128)
     options = {"scale": 0.1, "window": None, "soft_cap": None, "sinks": None, "first_page": None}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tpu, "tuned", lambda *_: {"pages": 1} | ({} if decode else {"queries": 16}))
+        sizes = {"pages": pages, "splits": splits} | ({} if decode else {"queries": 16})
+        patch.setattr(tpu, "tuned", lambda *_: sizes)
         got = run_detecting_races(lambda interpret: tpu.paged_attention(*case, **options, decode=decode, interpret=interpret))
     want = oracle.paged_attention(*case, **options)
     assert oracle.error(got[: case.used], want[: case.used]) < BOUND[formats[0]]

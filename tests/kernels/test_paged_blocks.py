@@ -18,7 +18,7 @@ ARGUMENTS = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 64, "tabl
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(kv_heads=st.sampled_from([1, 2, 3, 8, 16, 32]), group=st.sampled_from([1, 3, 4, 8, 16]), head_dim=st.sampled_from([128, 256]),
        page_size=st.sampled_from([16, 32, 64, 128]), table_width=st.sampled_from([1, 7, 2048]),
-       chunk=st.sampled_from([None, (16, 1), (320, 64), (512, 16), (8192, 1)]), width=st.sampled_from([(2, 2, 2), (4, 4, 4), (2, 1, 1)]),
+       chunk=st.sampled_from([None, (16, 1), (48, 1), (112, 1), (320, 64), (512, 16), (8192, 1)]), width=st.sampled_from([(2, 2, 2), (4, 4, 4), (2, 1, 1)]),
        kind=st.sampled_from(list(TPUS)))
 def test_every_shape_gets_sizes_that_fit(kv_heads, group, head_dim, page_size, table_width, chunk, width, kind):
     if kv_heads * group > 64 or kv_heads * head_dim > 4096:  # more than any model has on one device

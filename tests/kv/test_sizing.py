@@ -2,17 +2,8 @@
 
 import pytest
 
-from jinfer.config import ModelConfig
 from jinfer.errors import ConfigError
-from jinfer.kv import kv_bytes_per_token, pages_for, pool_pages
-
-SMOLLM2 = ModelConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9,
-                      num_kv_heads=3, head_dim=64, max_context=8192)
-
-
-def test_bytes_per_token():
-    assert kv_bytes_per_token(SMOLLM2, kv_heads=3, dtype_bytes=4) == 46_080  # 30 * 2 * 3 * 64 * 4
-    assert kv_bytes_per_token(SMOLLM2, kv_heads=1, dtype_bytes=2) == 7_680
+from jinfer.kv import pages_for, pool_pages
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])

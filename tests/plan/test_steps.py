@@ -11,6 +11,7 @@ import pytest
 from jinfer.config import EngineConfig, LayoutConfig, ModelConfig
 from jinfer.config.loading import load_config
 from jinfer.engine.catalog import Key
+from jinfer.errors import ConfigError
 from jinfer.plan import compile_steps, expected_collectives
 from jinfer.sharding import Layout
 from pallas_kernels.aot.topology import gpu_devices, tpu_devices
@@ -40,6 +41,15 @@ def config(layout: str, **changes) -> EngineConfig:
     """A pool of two layers of 512 MiB: more than any memory on the chip holds."""
     return EngineConfig(**{"dtype": "bfloat16", "max_context": 8192, "kv_pages": 2048,
                            "layout": load_config(LayoutConfig, layout), **changes})
+
+
+@pytest.mark.aot
+@needs_libtpu
+@pytest.mark.parametrize(("change", "message"), [
+    ({"page_size": 8}, "S must be a multiple of 16"), ({"page_size": 256}, "S must be 128 at most")])
+def test_pages_a_tpu_does_not_take_are_named_before_anything_is_compiled(change, message):
+    with pytest.raises(ConfigError, match=rf"page_size: .*{message}"):
+        compile_steps(model(), config("single", **change), tpu_devices("v6e:1x1"), keys=[DECODE])
 
 
 @pytest.mark.aot

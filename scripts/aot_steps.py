@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from jinfer.config import EngineConfig, LayoutConfig, ModelConfig
 from jinfer.config.loading import load_config, replace_config
 from jinfer.engine.catalog import Key
@@ -47,6 +49,7 @@ def main() -> int:
     parser.add_argument("--program", action="append", metavar="KIND:SIZE",
                         help="decode:64, prefill:512; default: the largest of each")
     args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # nothing runs, and an absent GPU wants CUDA's plugin left alone
     keys = [program(text) for text in args.program] if args.program else None
     cases = CASES if args.model is None else [Case(args.model, args.layout, args.topology, args.engine)]
     print("| model | layout | devices | program | seconds | weights | pool (pages) | temporaries | "

@@ -9,7 +9,9 @@ import pytest
 
 from tests.engines import Engines
 
-jax.config.update("jax_num_cpu_devices", 8)  # before any backend starts
+# Before any backend starts. Compiling for an absent GPU wants CUDA's plugin left alone.
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,14 @@ def tpu_devices(name: str) -> list[Any]:
 
 
 def gpu_devices(target_config: str, count: int = 1) -> list[Any]:
-    """`count` GPUs of the kind a text proto describes (needs the jax-cuda13-plugin and jax-cuda13-pjrt packages)."""
-    return list(topologies.get_topology_desc(
-        topology_name="", platform="cuda", topology=f"1x1x{count}", target_config=target_config).devices)
+    """`count` GPUs of the kind a text proto describes (needs the jax-cuda13-plugin and jax-cuda13-pjrt packages).
+
+    Raises:
+      RuntimeError: JAX may use CUDA itself in this process, or has no plugin for it.
+    """
+    try:
+        return list(topologies.get_topology_desc(
+            topology_name="", platform="cuda", topology=f"1x1x{count}", target_config=target_config).devices)
+    except NotImplementedError as error:
+        raise RuntimeError("compiling for a GPU that is not here needs jax_platforms=cpu (or JAX_PLATFORMS=cpu), and "
+                           f"the packages jax-cuda13-plugin and jax-cuda13-pjrt: {error}") from error

@@ -52,16 +52,15 @@ def main() -> None:
     heads, width = model.num_heads, model.head_dim
     q = jnp.asarray(rng.standard_normal((rows, heads, width)), engine.config.dtype)
     starts = jnp.arange(rows + 1, dtype=jnp.int32)
-    row_pages = jnp.asarray(table[np.arange(1, rows + 1), lengths // config.page_size])
 
     def attention(kv, lengths, table):
         """All layers' KV writes and attention, each layer's query depending on the last one's result."""
-        x, pages = q, kv.k.shape[0] // model.num_layers
+        x, (pool, kv_heads, _, _) = q, kv.k.data.shape
+        sequences = (table, starts, lengths + 1)
         for layer in range(model.num_layers):
-            new = x[:, : kv.k.shape[1]]
-            k, v = kv_update(kv.k, kv.v, new, new, row_pages + layer * pages, lengths % config.page_size)
-            kv = type(kv)(k, v)
-            out = paged_attention(x, k, v, table + layer * pages, starts, lengths + 1, scale=width**-0.5, decode=True)
+            new, first = x[:, :kv_heads], jnp.int32(layer * (pool // model.num_layers))
+            kv = type(kv)(*kv_update(*kv, new, new, *sequences, first_page=first, decode=True))
+            out = paged_attention(x, *kv, *sequences, scale=width**-0.5, first_page=first, decode=True)
             x = x + out.astype(x.dtype)
         return kv, x
 
@@ -79,7 +78,8 @@ def main() -> None:
         parts.append(time.perf_counter() - start)
     runner.kv, runner.state = kv, state
     step, part = (statistics.median(times[2:]) for times in (steps, parts))
-    moved = 2 * int(lengths.sum()) * model.num_layers * runner.kv.k.shape[1] * width * runner.kv.k.dtype.itemsize
+    keys = runner.kv.k.data
+    moved = 2 * int(lengths.sum()) * model.num_layers * keys.shape[1] * width * keys.dtype.itemsize
     bandwidth = measure(()).bytes_per_second
     weights = engine.config.quantization or engine.config.dtype
     print(f"{rows} rows, mean context {lengths.mean():.0f}, weights {weights}, "

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-import jax
+from pallas_kernels.platform import device_kind
 
 MiB = 2**20
 GiB = 2**30
@@ -50,5 +50,4 @@ def chip(kind: str) -> Chip:
 
 def local_chip() -> Chip:
     """The chip programs are traced for: the mesh's inside `jax.shard_map`, else the default backend's."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return chip(jax.devices()[0].device_kind if device is None else device.device_kind)
+    return chip(device_kind())

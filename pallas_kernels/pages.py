@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.tiling import LANES, up
+
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 QUANTIZED = tuple(LARGEST)
 FORMATS = ("float32", "bfloat16", "float16", *QUANTIZED)
@@ -25,8 +27,7 @@ class Pages(NamedTuple):
 def pool_shapes(pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: jax.typing.DTypeLike,
                 platform: str) -> Pages:
     """Shapes and dtypes (jax.ShapeDtypeStruct) of a pool P, K, S, H on a platform: tpu, gpu or cpu."""
-    lanes = 128 if platform == "tpu" else 1
-    width, positions = (-(-n // lanes) * lanes for n in (head_dim, page_size))
+    width, positions = (up(n, LANES if platform == "tpu" else 1) for n in (head_dim, page_size))
     data: Any = jax.ShapeDtypeStruct((pages, kv_heads, page_size, width), jnp.dtype(dtype))
     scales: Any = jax.ShapeDtypeStruct((pages, kv_heads, positions), jnp.dtype("float32"))
     return Pages(data, scales if data.dtype.name in QUANTIZED else None)

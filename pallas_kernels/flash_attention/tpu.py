@@ -25,9 +25,9 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.chips import local_chip
 from pallas_kernels.flash_attention.reference import first_visible
 from pallas_kernels.options import MASKED
+from pallas_kernels.tiling import LANES, up
 from pallas_kernels.tuning import tuned
 
-LANES = 128
 PIECE = 512  # rows whose probabilities exist at a time
 LARGEST = 2**20  # scores a step: four times as many need 5% fewer cycles and three times as long to compile
 LOG2E = math.log2(math.e)
@@ -59,7 +59,7 @@ class Blocks:
 
     def vmem(self, width: int, itemsize: int) -> int:
         """Bytes: windows twice (the pipeline has two buffers), scratch, and what the compiler keeps of a piece."""
-        windows = itemsize * (_up(width, LANES) * (2 * self.rows + self.keys) + width * self.keys)
+        windows = itemsize * (up(width, LANES) * (2 * self.rows + self.keys) + width * self.keys)
         windows += 4 * 8 * (self.rows + self.queries)  # sinks and bounds
         scratch = 4 * self.rows * (self.keys + width + 3 * 8) + itemsize * self.rows * width
         pieces = (4 if itemsize == 2 else 8) * 4 * min(PIECE, self.rows) * self.keys
@@ -104,8 +104,8 @@ def blocks_for(tokens: int, group: int, kv_heads: int, width: int, itemsize: int
 
 def pairs_at_most(tokens: int, blocks: Blocks, window: int | None) -> int:
     """How many pairs the worst packing has: one sequence."""
-    tiles = _up(tokens, blocks.queries) // blocks.queries
-    ends = [_up((tile + 1) * blocks.queries, blocks.keys) // blocks.keys for tile in range(tiles)]
+    tiles = up(tokens, blocks.queries) // blocks.queries
+    ends = [up((tile + 1) * blocks.queries, blocks.keys) // blocks.keys for tile in range(tiles)]
     if window is not None:
         most = (window + blocks.queries - 2) // blocks.keys + 2
         ends = [min(end, most) for end in ends]
@@ -128,7 +128,7 @@ def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array,
     if blocks is None:
         blocks = blocks_for(tokens, heads // kv_heads, kv_heads, width, q.dtype.itemsize, window)
     parts, share = heads // blocks.heads, heads // kv_heads // blocks.heads
-    padded = _up(tokens, max(blocks.queries, blocks.keys))
+    padded = up(tokens, max(blocks.queries, blocks.keys))
     tiles, rows = padded // blocks.queries, blocks.rows
 
     first = first_visible(starts, padded, window)
@@ -311,7 +311,3 @@ def _biases(bounds: Any, pair: Any, blocks: Blocks, masked: bool) -> list[tuple[
             piece = slice(head * blocks.queries + start, head * blocks.queries + start + here * width)
             pieces.append((piece, None if bias is None else bias[:, :here * width]))
     return pieces
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kv_update.words import LANES, SUBLANES, bits
+from pallas_kernels.kv_update.words import bits
+from pallas_kernels.tiling import LANES, SUBLANES
 
 
 def log2(x: int) -> int:

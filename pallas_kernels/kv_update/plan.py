@@ -3,8 +3,8 @@
 import dataclasses
 
 from pallas_kernels.chips import local_chip
-from pallas_kernels.kv_update.words import LANES, SUBLANES, up
 from pallas_kernels.pages import Pages
+from pallas_kernels.tiling import LANES, SUBLANES, up
 from pallas_kernels.tuning import tuned
 
 

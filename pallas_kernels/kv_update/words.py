@@ -4,12 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LANES, SUBLANES = 128, 8  # of a vector register of 32-bit words
-
-
-def up(x: int, multiple: int) -> int:
-    """x rounded up to a multiple."""
-    return -(-x // multiple) * multiple
+from pallas_kernels.tiling import LANES, SUBLANES, up
 
 
 def packing(dtype: jax.typing.DTypeLike) -> int:

@@ -3,8 +3,8 @@
 import dataclasses
 
 from pallas_kernels.chips import Chip
+from pallas_kernels.tiling import LANES, SUBLANES, up
 
-LANES, SUBLANES = 128, 8
 VMEM_SHARE = 0.625  # of the chip's; the rest is the compiler's for values that do not stay in registers
 POSITIONS = 512  # of a block, at least: products long enough to hide their latencies
 FETCH = 2**20  # bytes of K or V of a block, up to 4 * POSITIONS: a fetch takes a microsecond to begin
@@ -118,10 +118,6 @@ def choose(*, heads: int, kv_heads: int, head_dim: int, page_size: int, table_wi
             raise ValueError(f"paged_attention: {heads} query heads, {kv_heads} kv heads of {head_dim} and pages of "
                              f"{page_size} need {found.vmem(*bytes_each)} bytes of VMEM, {budget} may be used")
     return found
-
-
-def up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def power_of_two(value: int) -> int:

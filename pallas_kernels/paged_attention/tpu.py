@@ -10,10 +10,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.chips import local_chip
-from pallas_kernels.paged_attention.blocks import LANES, Sizes, choose
+from pallas_kernels.paged_attention.blocks import Sizes, choose
 from pallas_kernels.paged_attention.tiles import Walk, chunk_tiles, decode_tiles
 from pallas_kernels.paged_attention.walk import Options, walk_blocks
 from pallas_kernels.pages import Pages, check_tiling
+from pallas_kernels.tiling import LANES
 from pallas_kernels.tuning import tuned
 
 LOG2E = float(np.log2(np.e))

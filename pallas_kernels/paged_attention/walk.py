@@ -14,8 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.options import MASKED
-from pallas_kernels.paged_attention.blocks import LANES, Sizes
+from pallas_kernels.paged_attention.blocks import Sizes
 from pallas_kernels.paged_attention.tiles import Tiles
+from pallas_kernels.tiling import LANES
 
 
 class Options(NamedTuple):

@@ -1,7 +1,8 @@
 """Frozen, validated configuration. Nothing here imports JAX."""
 
 from jinfer.config.engine import EngineConfig, LayoutConfig
-from jinfer.config.model import ModelConfig, RopeConfig
+from jinfer.config.model import ExpertsConfig, LatentConfig, LayerConfig, ModelConfig, RopeConfig
 from jinfer.config.sampling import SamplingParams
 
-__all__ = ["EngineConfig", "LayoutConfig", "ModelConfig", "RopeConfig", "SamplingParams"]
+__all__ = ["EngineConfig", "ExpertsConfig", "LatentConfig", "LayerConfig", "LayoutConfig", "ModelConfig", "RopeConfig",
+           "SamplingParams"]

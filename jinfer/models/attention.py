@@ -46,7 +46,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, layout: Layout, precision: Precision, name: str):
         heads, kv, width, model = config.num_heads, layout.kv_heads(config), config.head_dim, config.hidden_size
         self.kv_heads, self.group, self.width = kv, heads // kv, width
-        self.window = config.sliding_window
+        self.window = config.layers[0].window
         self.layout = layout
 
         def fused(kind: str, tail: tuple[int, ...]) -> Parameter:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from jinfer.config.model import ModelConfig, RopeConfig
+from jinfer.config.model import LayerConfig, ModelConfig, RopeConfig
 from jinfer.errors import CheckpointError, ConfigError
 from jinfer.weights.gguf_meta import GgufHead
 from jinfer.weights.hf_config import context_length
@@ -70,7 +70,7 @@ def read_gguf_config(path: Path, head: GgufHead, rope_factors: np.ndarray | None
         qkv_bias="blk.0.attn_q.bias" in head.tensors,
         o_bias="blk.0.attn_output.bias" in head.tensors,
         mlp_bias="blk.0.ffn_down.bias" in head.tensors,
-        sliding_window=keys.integer("attention.sliding_window", 0) or None,
+        layers=(LayerConfig(window=keys.integer("attention.sliding_window", 0) or None),),
         rope=rope,
         bos_id=head.metadata.get("tokenizer.ggml.bos_token_id"),
         eos_ids=tuple(dict.fromkeys(

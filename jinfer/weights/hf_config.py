@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from jinfer.config.model import ModelConfig, RopeConfig, RopeKind
+from jinfer.config.model import LayerConfig, ModelConfig, RopeConfig, RopeKind
 from jinfer.errors import ConfigError
 
 _ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
@@ -58,7 +58,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         mlp_bias=kind == "llama" and main.flag("mlp_bias", False),
-        sliding_window=_window(main, kind),
+        layers=(LayerConfig(window=_window(main, kind)),),
         rope=rope,
         bos_id=bos[0] if bos else None,
         eos_ids=tuple(dict.fromkeys(generation.token_ids("eos_token_id") + main.token_ids("eos_token_id"))),

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
+from jinfer.config import LayerConfig
 from jinfer.errors import CheckpointError, LayoutError
 from jinfer.weights import open_checkpoint
 from tests.engines import DATA, golden
@@ -91,7 +92,7 @@ def test_narrow_types_stay_close(options, bound):
 
 
 @pytest.mark.parametrize("change", [
-    {"qkv_bias": False, "o_bias": False}, {"norm_eps": 1e-2}, {"sliding_window": 8}])
+    {"qkv_bias": False, "o_bias": False}, {"norm_eps": 1e-2}, {"layers": (LayerConfig(window=8),)}])
 def test_options_change_the_logits(change):
     """A mutant of each option is far from the golden values, so the tests above can fail."""
     name = "llama_bias" if "qkv_bias" in change else "llama_plain"

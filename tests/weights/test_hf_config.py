@@ -41,7 +41,7 @@ def test_shapes_and_defaults():
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.max_context) == (4, 2, 8, 128)
     assert not any([config.tie_embeddings, config.qkv_bias, config.o_bias, config.mlp_bias])
     assert config.rope.kind == "default"
-    assert config.sliding_window is None
+    assert config.layers[0].window is None
     assert (config.bos_id, config.eos_ids) == (256, (257,))
 
 
@@ -93,11 +93,11 @@ def test_context_grows_with_yarn_over_the_trained_length(folder):
 
 def test_mistral_window(folder):
     mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    assert read_hf_config(folder(**mistral, sliding_window=16)).sliding_window == 16
-    assert read_hf_config(folder(**mistral, sliding_window=None)).sliding_window is None
-    assert read_hf_config(folder(**mistral)).sliding_window == 4096  # transformers' default
+    assert read_hf_config(folder(**mistral, sliding_window=16)).layers[0].window == 16
+    assert read_hf_config(folder(**mistral, sliding_window=None)).layers[0].window is None
+    assert read_hf_config(folder(**mistral)).layers[0].window == 4096  # transformers' default
     full = read_hf_config(folder(**mistral, sliding_window=16, layer_types=["full_attention"] * 2))
-    assert full.sliding_window is None
+    assert full.layers[0].window is None
 
 
 @pytest.mark.parametrize(("changes", "named"), [

@@ -55,6 +55,7 @@ def main() -> None:
 
     def attention(kv, lengths, table):
         """All layers' KV writes and attention, each layer's query depending on the last one's result."""
+        (kv,) = kv  # one page group: all layers of the models this measures see everything
         x, (pool, kv_heads, _, _) = q, kv.k.data.shape
         sequences = (table, starts, lengths + 1)
         for layer in range(model.num_layers):
@@ -62,7 +63,7 @@ def main() -> None:
             kv = type(kv)(*kv_update(*kv, new, new, *sequences, first_page=first, decode=True))
             out = paged_attention(x, *kv, *sequences, scale=width**-0.5, first_page=first, decode=True)
             x = x + out.astype(x.dtype)
-        return kv, x
+        return (kv,), x
 
     alone = jax.jit(attention, donate_argnums=0)
     kv, arguments = runner.kv, (jnp.asarray(lengths), jnp.asarray(table[1 : rows + 1]))
@@ -78,7 +79,7 @@ def main() -> None:
         parts.append(time.perf_counter() - start)
     runner.kv, runner.state = kv, state
     step, part = (statistics.median(times[2:]) for times in (steps, parts))
-    keys = runner.kv.k.data
+    keys = runner.kv[0].k.data
     moved = 2 * int(lengths.sum()) * model.num_layers * keys.shape[1] * width * keys.dtype.itemsize
     bandwidth = measure(()).bytes_per_second
     weights = engine.config.quantization or engine.config.dtype

@@ -43,7 +43,7 @@ class Assembly:
         assert config.max_context is not None
         if layout.platform == "tpu":
             try:
-                check_tiling("KV", pool_shapes(1, layout.kv_heads(model), config.page_size, model.head_dim,
+                check_tiling("KV", pool_shapes(1, layout.kv_heads(model), config.page_size, model.cache_width,
                                                config.kv_dtype, "tpu"))
             except ValueError as error:
                 raise ConfigError(f"page_size: {error}") from None

@@ -15,7 +15,8 @@ from jinfer.engine.packing import Packing
 from jinfer.engine.programs import Programs
 from jinfer.engine.state import DeviceState
 from jinfer.errors import RetraceError
-from jinfer.models.attention import KVPages
+from jinfer.kv.groups import page_groups
+from jinfer.models.context import KVPages, KVPools
 from jinfer.observe.metrics import Metrics
 from jinfer.sampling.penalties import new_counts
 from jinfer.sharding import Layout
@@ -59,14 +60,18 @@ class ProgramCatalog:
         decode = [Key("decode", size) for size in self.buckets.decode]
         return [*reversed(prefill), *decode, Key("prepare", 0)]
 
-    def abstract_kv(self, pages: int) -> KVPages:
+    def abstract_kv(self, pages: int) -> KVPools:
         """Shapes and shardings of the pool with `pages` (P) a layer."""
         p = self.programs
-        pool = pool_shapes(p.config.num_layers * pages, p.layout.kv_heads(p.config), p.page_size, p.config.head_dim,
-                           self.kv_dtype, p.layout.platform)
         sharding = p.layout.sharding(None, "kv_heads")
-        pool = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), pool)
-        return KVPages(pool, pool)
+
+        def one(layers: int) -> KVPages:
+            pool = pool_shapes(layers * pages, p.layout.kv_heads(p.config), p.page_size, p.config.cache_width,
+                               self.kv_dtype, p.layout.platform)
+            pool = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), pool)
+            return KVPages(pool, None if p.config.latent else pool)
+
+        return tuple(one(len(group.layers)) for group in page_groups(p.config.layer_kinds))
 
     def abstract_state(self) -> DeviceState:
         p, slots = self.programs, self._rows + 1
@@ -173,7 +178,7 @@ def workspace_bytes(compiled: jax.stages.Compiled) -> int:
     return analysis.temp_size_in_bytes + max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
 
-def assert_donated(compiled: jax.stages.Compiled, kv: KVPages) -> None:
+def assert_donated(compiled: jax.stages.Compiled, kv: KVPools) -> None:
     """The pool must be updated in place: a program that copies it is refused at warm-up."""
     analysis = compiled.memory_analysis()
     if analysis is None:

@@ -16,8 +16,7 @@ from flax import nnx
 from jinfer.config import ModelConfig
 from jinfer.engine.packing import Packing
 from jinfer.engine.state import Column, DeviceState, row_params
-from jinfer.models.attention import KVPages, StepContext
-from jinfer.models.rope import cos_sin
+from jinfer.models.context import KVPools, StepContext, rotary_tables
 from jinfer.sampling.logprobs import in_blocks, logprobs
 from jinfer.sampling.penalties import record_output, reset_row
 from jinfer.sampling.sampler import RowParams, Sampled, sample
@@ -95,8 +94,8 @@ class Programs:
         return Packing(PrepareFields, slot=(1,), prompt_length=(1,), tokens=(self.max_context,),
                        bias_ids=(self.max_bias,), bias_values=(self.max_bias,))
 
-    def prefill(self, weights: list[jax.Array], kv: KVPages, state: DeviceState, packed: jax.Array, *, tokens: int,
-                chunks: int) -> tuple[KVPages, DeviceState, jax.Array, jax.Array]:
+    def prefill(self, weights: list[jax.Array], kv: KVPools, state: DeviceState, packed: jax.Array, *, tokens: int,
+                chunks: int) -> tuple[KVPools, DeviceState, jax.Array, jax.Array]:
         """Returns (kv, state, sampled [Q, 3 + 2C], prompt logprobs [T, 1 + 2C]); see `pack_sampled`."""
         model = nnx.merge(self.graph, jax.tree.unflatten(self.treedef, weights))
         fields = self.prefill_packing(tokens, chunks).unpack(packed)
@@ -108,8 +107,8 @@ class Programs:
         positions = jnp.where(valid, fields.starts[row] + index - query_starts[row], 0)
         ends = fields.starts + fields.lengths
         records = fields.records.at[:, Column.LENGTH].set(ends)
-        cos, sin = cos_sin(self.config.rope, self.config.head_dim, positions, records[row, Column.PROMPT_LENGTH])
-        step = StepContext(cos, sin, fields.tables, query_starts, ends)
+        rotary = rotary_tables(self.config, positions, records[row, Column.PROMPT_LENGTH])
+        step = StepContext(rotary, (fields.tables,) * len(kv), query_starts, ends)
         hidden, kv = model(fields.tokens, kv, step, decode=False)
 
         state = state._replace(page_table=state.page_table.at[fields.slots].set(fields.tables))
@@ -127,8 +126,8 @@ class Programs:
         scores = jax.lax.cond(asked, score, lambda: jnp.zeros((tokens, 1 + 2 * self.max_logprobs), jnp.int32))
         return kv, state, sampled, scores
 
-    def decode(self, weights: list[jax.Array], kv: KVPages, state: DeviceState, packed: jax.Array, *,
-               rows: int) -> tuple[KVPages, DeviceState, jax.Array]:
+    def decode(self, weights: list[jax.Array], kv: KVPools, state: DeviceState, packed: jax.Array, *,
+               rows: int) -> tuple[KVPools, DeviceState, jax.Array]:
         """Returns (kv, state, sampled [n, R, 3 + 2C]); n is `steps`. Ended rows give token -1 and cost no attention."""
         model = nnx.merge(self.graph, jax.tree.unflatten(self.treedef, weights))
         fields = self.decode_packing(rows).unpack(packed)
@@ -138,13 +137,13 @@ class Programs:
         page_table = state.page_table[fields.slots]
         query_starts = jnp.arange(rows + 1, dtype=jnp.int32)
 
-        def advance(kv: KVPages, state: DeviceState) -> tuple[KVPages, DeviceState, jax.Array]:
+        def advance(kv: KVPools, state: DeviceState) -> tuple[KVPools, DeviceState, jax.Array]:
             records = state.rows[fields.slots]
             active = (records[:, Column.ACTIVE] == 1) & (fields.slots > 0)
             position = records[:, Column.LENGTH]
-            cos, sin = cos_sin(self.config.rope, self.config.head_dim, position, records[:, Column.PROMPT_LENGTH])
             lengths = jnp.where(active, position + 1, 0)
-            step = StepContext(cos, sin, page_table, query_starts, lengths)
+            rotary = rotary_tables(self.config, position, records[:, Column.PROMPT_LENGTH])
+            step = StepContext(rotary, (page_table,) * len(kv), query_starts, lengths)
             hidden, kv = model(records[:, Column.LAST_TOKEN], kv, step, decode=True)
             records = records.at[:, Column.LENGTH].add(active.astype(jnp.int32))
             sampled, state = self._sample(
@@ -155,7 +154,7 @@ class Programs:
             kv, state, sampled = advance(kv, state)
             return kv, state, sampled[None]
 
-        def turn(i: jax.Array, carry: tuple[KVPages, DeviceState, jax.Array]) -> tuple[KVPages, DeviceState, jax.Array]:
+        def turn(i: jax.Array, carry: tuple[KVPools, DeviceState, jax.Array]) -> tuple[KVPools, DeviceState, jax.Array]:
             kv, state, out = carry
             kv, state, sampled = advance(kv, state)
             return kv, state, out.at[i].set(sampled)

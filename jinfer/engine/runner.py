@@ -11,7 +11,7 @@ import numpy as np
 from jinfer.engine.catalog import Key, ProgramCatalog
 from jinfer.engine.packing import Packing
 from jinfer.engine.state import DeviceState, record
-from jinfer.models.attention import KVPages
+from jinfer.models.context import KVPools
 from jinfer.observe.metrics import Metrics
 from jinfer.scheduler import Request, StepPlan
 
@@ -55,7 +55,7 @@ class Runner:
         self.weights = weights
         self.pages = pages
         self.metrics = metrics
-        self.kv: KVPages = zeros(catalog.abstract_kv(pages))
+        self.kv: KVPools = zeros(catalog.abstract_kv(pages))
         self.state: DeviceState = zeros(catalog.abstract_state())
         self._packings: dict[Key, Packing] = {}
         self._records: dict[Request, np.ndarray] = {}

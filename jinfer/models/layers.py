@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jinfer.models.parameter import Index, Parameter, Precision, Reader
+from jinfer.models.parameter import Index, Parameter, Precision, Reader, shifted
 from jinfer.quant.int8 import quantise_tokens, quantised_rows
 from jinfer.sharding import Layout
 
@@ -98,15 +98,17 @@ class Embedding(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight over the last axis, in float32 (arXiv 1910.07467)."""
+    """x / rms(x) * weight, in float32 (arXiv 1910.07467)."""
 
-    def __init__(self, weight: Parameter, eps: float):
-        self.weight = nnx.Param(weight)
+    def __init__(self, weight: Parameter, eps: float, offset: float = 0.0):
+        """offset: added to the stored weight."""
+        self.weight = nnx.Param(shifted(weight, offset) if offset else weight)
         self.eps = eps
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, axes: tuple[int, ...] = (-1,)) -> jax.Array:
+        """x: [T, ...], any float dtype; the mean is taken over `axes`, and the weight has the last ones' shape."""
         wide = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=axes, keepdims=True) + self.eps)
         return (wide * inverse * self.weight[...].astype(jnp.float32)).astype(x.dtype)
 
 

@@ -5,21 +5,26 @@ from flax import nnx
 
 from jinfer.config import ModelConfig
 from jinfer.models.layers import Linear
-from jinfer.models.parameter import Parameter, Precision, plain, side_by_side
+from jinfer.models.parameter import Parameter, Precision, Rows, plain, side_by_side
 from jinfer.sharding import Layout
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)) (SwiGLU, arXiv 2002.05202); gate and up are one matrix [2 * F, D]."""
+    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202); gate and up are one matrix [2 * F, D]."""
 
-    def __init__(self, config: ModelConfig, layout: Layout, precision: Precision, name: str):
-        model, width = config.hidden_size, config.intermediate_size
+    def __init__(self, config: ModelConfig, layout: Layout, precision: Precision, name: str, *, fused: bool = False,
+                 width: int | None = None):
+        """fused: the checkpoint holds gate and up as one tensor. width: F, if not the model's."""
+        model, width = config.hidden_size, width or config.intermediate_size
         self.parts = layout.degree("ffn")
-        pair = tuple(f"{name}.{p}_proj" for p in ("gate", "up"))
+        self.activation = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}[config.activation]
 
         def both(kind: str, tail: tuple[int, ...]) -> Parameter:
-            names = tuple(f"{p}.{kind}" for p in pair)
-            return side_by_side(names, (width, *tail), ("ffn", *(None for _ in tail)), self.parts)
+            if fused:
+                pair = tuple(Rows(f"{name}.gate_up_proj.{kind}", first, 2 * width) for first in (0, width))
+            else:
+                pair = tuple(Rows(f"{name}.{p}_proj.{kind}", 0, width) for p in ("gate", "up"))
+            return side_by_side(pair, (width, *tail), ("ffn", *(None for _ in tail)), self.parts)
 
         self.gate_up = Linear(both("weight", (model,)), precision, bias=both("bias", ()) if config.mlp_bias else None)
         self.down = Linear(
@@ -29,4 +34,4 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [T, D] -> [T, D]."""
         gate_up = self.gate_up(x).reshape(x.shape[0], self.parts, 2, -1)  # F lies in as many parts as it is cut into
-        return self.down(jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1])
+        return self.down(self.activation(gate_up[:, :, 0]) * gate_up[:, :, 1])

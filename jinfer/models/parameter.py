@@ -69,6 +69,12 @@ def plain(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Pa
     return Parameter(shape, axes, {name: shape}, lambda reader, index: reader.read(name, index))
 
 
+def shifted(parameter: Parameter, offset: float) -> Parameter:
+    """The parameter plus a constant (Gemma stores its norms' distance from one)."""
+    return dataclasses.replace(
+        parameter, read=lambda reader, index: parameter.read(reader, index).astype(np.float32) + np.float32(offset))
+
+
 def padded_rows(name: str, shape: tuple[int, ...], rows: int, axes: tuple[str | None, ...]) -> Parameter:
     """A [rows, D] matrix whose rows past the checkpoint's are zero (a vocabulary padded to the mesh)."""
 
@@ -82,26 +88,39 @@ def padded_rows(name: str, shape: tuple[int, ...], rows: int, axes: tuple[str | 
     return Parameter((rows, *shape[1:]), axes, {name: shape}, read)
 
 
-def side_by_side(names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[str | None, ...],
-                 parts: int) -> Parameter:
-    """Equal tensors [F, ...] as one [len(names) * F, ...] that can be cut into `parts` along F.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a checkpoint tensor [total, ...], from `first` on: all of it, or its part of a fused projection."""
 
-    Each part holds its share of the first tensor, then of the second: [parts, len(names), F / parts, ...], flat.
-    A plain matrix: of [len(names), F, ...] cut on F, XLA:GPU gathers all parts before it multiplies.
+    name: str
+    first: int
+    total: int
+
+    def read(self, reader: Reader, start: int, stop: int, tail: Index) -> np.ndarray:
+        """Rows start:stop of the part."""
+        return reader.read(self.name, (slice(self.first + start, self.first + stop), *tail))
+
+
+def side_by_side(parts: tuple[Rows, ...], shape: tuple[int, ...], axes: tuple[str | None, ...],
+                 cuts: int) -> Parameter:
+    """Equal matrices [F, ...] as one [len(parts) * F, ...] that can be cut into `cuts` along F.
+
+    Each cut holds its share of the first matrix, then of the second: [cuts, len(parts), F / cuts, ...], flat.
+    A plain matrix: of [len(parts), F, ...] cut on F, XLA:GPU gathers all cuts before it multiplies.
     """
-    share = shape[0] // parts
-    rows = len(names) * share  # of one part
+    share = shape[0] // cuts
+    rows = len(parts) * share  # of one cut
 
     def read(reader: Reader, index: Index) -> np.ndarray:
         first, last = index[0].start // rows, -(-index[0].stop // rows)
-        pieces = [reader.read(name, (slice(part * share, (part + 1) * share), *index[1:]))
-                  for part in range(first, last) for name in names]
+        pieces = [part.read(reader, cut * share, (cut + 1) * share, index[1:])
+                  for cut in range(first, last) for part in parts]
         return np.concatenate(pieces)[index[0].start - first * rows : index[0].stop - first * rows]
 
-    return Parameter((parts * rows, *shape[1:]), axes, dict.fromkeys(names, shape), read)
+    return Parameter((cuts * rows, *shape[1:]), axes, {part.name: (part.total, *shape[1:]) for part in parts}, read)
 
 
-def grouped_heads(q: str, k: str, v: str, *, num_heads: int, num_kv_heads: int, kv_heads: int, head_dim: int,
+def grouped_heads(q: Rows, k: Rows, v: Rows, *, num_heads: int, num_kv_heads: int, kv_heads: int, head_dim: int,
                   tail: tuple[int, ...]) -> Parameter:
     """Query, key and value projections fused by kv head: [K * (G + 2) * H, *tail].
 
@@ -116,13 +135,23 @@ def grouped_heads(q: str, k: str, v: str, *, num_heads: int, num_kv_heads: int, 
 
     def read(reader: Reader, index: Index) -> np.ndarray:
         first, last = index[0].start // rows, -(-index[0].stop // rows)
-        parts = []
+        pieces = []
         for head in range(first, last):
             source = head // repeat
-            parts += [reader.read(name, (slice(a * head_dim, b * head_dim), *index[1:])) for name, a, b in
-                      ((q, head * group, (head + 1) * group), (k, source, source + 1), (v, source, source + 1))]
-        return np.concatenate(parts)[index[0].start - first * rows : index[0].stop - first * rows]
+            pieces += [part.read(reader, a * head_dim, b * head_dim, index[1:]) for part, a, b in
+                       ((q, head * group, (head + 1) * group), (k, source, source + 1), (v, source, source + 1))]
+        return np.concatenate(pieces)[index[0].start - first * rows : index[0].stop - first * rows]
 
-    keys = (num_kv_heads * head_dim, *tail)
-    sources = {q: (num_heads * head_dim, *tail), k: keys, v: keys}
+    sources = {part.name: (part.total, *tail) for part in (q, k, v)}
     return Parameter((kv_heads * rows, *tail), ("kv_heads", *(None for _ in tail)), sources, read)
+
+
+def repeated_heads(name: str, heads: int, kv_heads: int, group: int, head_dim: int) -> Parameter:
+    """A vector [heads * H] with a value a lane of each head as [K, group, H], heads repeated up to K * group."""
+    repeat = kv_heads * group // heads
+
+    def read(reader: Reader, index: Index) -> np.ndarray:
+        lanes = reader.read(name).reshape(heads, head_dim)
+        return np.repeat(lanes, repeat, axis=0).reshape(kv_heads, group, head_dim)[index]
+
+    return Parameter((kv_heads, group, head_dim), ("kv_heads", None, None), {name: (heads * head_dim,)}, read)

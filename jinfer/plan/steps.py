@@ -11,6 +11,7 @@ import jax
 from jinfer.config import EngineConfig, ModelConfig
 from jinfer.engine.assembly import Assembly, pages_in, pool_bytes
 from jinfer.engine.catalog import Key, ProgramCatalog, shard_bytes
+from jinfer.kv.groups import page_groups
 from jinfer.observe.metrics import Metrics
 from jinfer.plan import checks
 from jinfer.plan.hlo import Module
@@ -113,7 +114,8 @@ def _compile(catalog: ProgramCatalog, key: Key, pages: int) -> StepReport:
     kv, state = catalog.abstract_kv(pages), catalog.abstract_state()
     numbers = _numbers(module)
     copies = checks.weight_copies(module, numbers["weights"], SMALL_WEIGHT)
-    layer = shard_bytes(kv.k.data) // catalog.programs.config.num_layers
+    groups = page_groups(catalog.programs.config.layer_kinds)
+    layer = min(shard_bytes(pool.k.data) // len(group.layers) for pool, group in zip(kv, groups, strict=True))
     copies += checks.pool_copies(module, numbers["kv"], layer)
     kept = numbers["kv"] + numbers["state"]
     copies += [f"{name} is not updated in place" for name in checks.not_donated(module, kept)]

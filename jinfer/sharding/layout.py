@@ -60,7 +60,7 @@ class Layout:
 
     def kv_heads(self, model: ModelConfig) -> int:
         """Physical kv heads: each rank needs a whole one, so they are replicated where ranks outnumber them."""
-        return max(model.num_kv_heads, self.degree("kv_heads"))
+        return max(model.cache_heads, self.degree("kv_heads"))
 
     def padded_vocab(self, model: ModelConfig) -> int:
         """V rounded up so that every rank holds the same number of rows; the sampler masks the tail."""
@@ -70,7 +70,7 @@ class Layout:
     def check(self, model: ModelConfig) -> None:
         """Raises LayoutError, before anything is loaded, if the mesh does not divide the model."""
         parts = self.degree("kv_heads")
-        kv = model.num_kv_heads
+        kv = model.cache_heads
         if model.num_heads % parts or (kv % parts and parts % kv):
             fits = [n for n in range(1, model.num_heads + 1)
                     if model.num_heads % n == 0 and (kv % n == 0 or n % kv == 0)]

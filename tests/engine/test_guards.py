@@ -64,7 +64,7 @@ def test_no_program_copies_the_pool(warm, key):
     """No instruction but parameters and in-place updates has the pool's shape: a copy would move all of it."""
     runner = warm._runner
     text = runner.catalog.get(key, runner.pages).as_text()
-    shape = ",".join(map(str, runner.kv.k.data.shape))
+    shape = ",".join(map(str, runner.kv[0].k.data.shape))
     assert f"f32[{shape}]" in text
     assert not re.findall(rf"= f32\[{shape}\]\S* copy\(", text)
     assert text.count("may-alias") + text.count("must-alias") >= 2 + len(runner.state)
@@ -117,7 +117,7 @@ def test_buckets_hold_every_size_and_waste_little():
 
 def test_memory_by_class_adds_up(warm):
     metrics, runner = warm.metrics, warm._runner
-    assert metrics.kv_bytes == 2 * runner.kv.k.data.nbytes
+    assert metrics.kv_bytes == 2 * runner.kv[0].k.data.nbytes
     assert metrics.weight_bytes == sum(w.nbytes for w in runner.weights)
     assert metrics.workspace_bytes > 0
 
@@ -184,7 +184,7 @@ def test_broken_logits_fail_their_request_alone(engines, monkeypatch):
     slot = next(r.slot for r in engine._by_request if r.id == ids[1])
     page = next(r.pages[0] for r in engine._by_request if r.id == ids[1])
     runner = engine._runner
-    runner.kv = runner.kv._replace(v=Pages(runner.kv.v.data.at[page].set(np.nan)))  # as a faulty kernel would
+    runner.kv = (runner.kv[0]._replace(v=Pages(runner.kv[0].v.data.at[page].set(np.nan))),)  # as a faulty kernel would
     outputs, _ = drain(engine, earlier)
     assert slot
     assert broken.completions[0].finish_reason == "error"

@@ -6,10 +6,10 @@ import numpy as np
 from flax import nnx
 
 from jinfer.config import LayoutConfig, ModelConfig
+from jinfer.kv.groups import page_groups
 from jinfer.models import build_model
-from jinfer.models.attention import KVPages, StepContext
+from jinfer.models.context import KVPages, StepContext, rotary_tables
 from jinfer.models.parameter import Precision
-from jinfer.models.rope import cos_sin
 from jinfer.sharding import Layout
 from jinfer.weights.place import check_names, place
 from pallas_kernels import Pages
@@ -32,11 +32,15 @@ def forward(config: ModelConfig, reader, ids: list[int], *, dtype: str = "float3
 
     @jax.jit
     def run(weights, tokens):
-        shape = (config.num_layers * (pages + 1), layout.kv_heads(config), PAGE, config.head_dim)
-        kv = KVPages(*(Pages(jnp.zeros(shape, precision.activation_dtype)) for _ in range(2)))
-        cos, sin = cos_sin(config.rope, config.head_dim, positions, jnp.full(count, count, jnp.int32))
-        step = StepContext(cos, sin, jnp.arange(1, pages + 1, dtype=jnp.int32)[None],
-                           jnp.array([0, count], jnp.int32), jnp.array([count], jnp.int32))
+        def pool(layers: int) -> Pages:
+            shape = (layers * (pages + 1), layout.kv_heads(config), PAGE, config.cache_width)
+            return Pages(jnp.zeros(shape, precision.activation_dtype))
+
+        groups = [len(group.layers) for group in page_groups(config.layer_kinds)]
+        kv = tuple(KVPages(pool(layers), None if config.latent else pool(layers)) for layers in groups)
+        rotary = rotary_tables(config, positions, jnp.full(count, count, jnp.int32))
+        table = jnp.arange(1, pages + 1, dtype=jnp.int32)[None]
+        step = StepContext(rotary, (table,) * len(groups), jnp.array([0, count], jnp.int32), jnp.array([count], jnp.int32))
         model = nnx.merge(graph, jax.tree.unflatten(treedef, weights))
         hidden, _ = model(tokens, kv, step, decode=False)
         return model.logits(hidden)[:, : config.vocab_size]

@@ -3,11 +3,14 @@
 from jinfer.config import ModelConfig
 from jinfer.errors import ConfigError
 from jinfer.models.decoder import Decoder
+from jinfer.models.gemma import gemma, gemma2
 from jinfer.models.llama import llama
+from jinfer.models.olmo2 import olmo2
 from jinfer.models.parameter import Precision
+from jinfer.models.phi3 import phi3
 from jinfer.sharding import Layout
 
-FAMILIES = {"llama": llama}
+FAMILIES = {"llama": llama, "gemma": gemma, "gemma2": gemma2, "gemma3": gemma2, "phi3": phi3, "olmo2": olmo2}
 
 
 def build_model(config: ModelConfig, layout: Layout, precision: Precision) -> Decoder:

@@ -34,6 +34,9 @@ class Block(nnx.Module):
         return self.layout.whole(x + apply(self.after_mlp, self.mlp(apply(self.before_mlp, x)))), cache
 
 
+MakeBlock = Callable[[LayerConfig, str], Block]
+
+
 class Decoder(nnx.Module):
     """A decoder-only transformer.
 
@@ -42,8 +45,8 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, layout: Layout, precision: Precision,
-                 block: Callable[[LayerConfig, str], Block], *, embedding_scale: float = 1.0, norm_offset: float = 0.0):
-        """block: makes a layer of a kind from the tensors under a name. norm_offset: see `norms`."""
+                 block: MakeBlock, *, embedding_scale: float = 1.0, norm_offset: float = 0.0):
+        """block: makes a layer of a kind from the tensors under a name. norm_offset: see RMSNorm."""
         shape, rows = (config.vocab_size, config.hidden_size), layout.padded_vocab(config)
         axes = ("vocab", None)
         self.embedding = Embedding(padded_rows("model.embed_tokens.weight", shape, rows, axes), precision)

@@ -21,11 +21,11 @@ def rotated_lanes(rope: RopeConfig, head_dim: int) -> int:
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """Angles per position and the factor on cos and sin.
 
-    For `dynamic` these are the frequencies up to the original context; beyond it theta depends on the length
-    (`dynamic_theta`).
+    For `dynamic` and `longrope` these are the frequencies up to the original context; beyond it they depend on the
+    length (`dynamic_theta`, `long_factors`).
 
     Returns:
-      float32 [R/2], and attention_factor (1 but for `yarn`).
+      float32 [R/2], and attention_factor (1 but for `yarn` and `longrope`).
     """
     lanes = rotated_lanes(rope, head_dim)
     plain = rope.theta ** -(np.arange(0, lanes, 2, dtype=np.float64) / lanes)
@@ -37,6 +37,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
             plain = _llama3(plain, rope)
         case "yarn":
             plain, factor = _yarn(plain, rope, lanes), _yarn_attention_factor(rope)
+        case "longrope":
+            plain, factor = plain / np.asarray(rope.short_factors), _longrope_attention_factor(rope)
     return plain.astype(np.float32), factor
 
 
@@ -58,9 +60,9 @@ def cos_sin(rope: RopeConfig, head_dim: int, positions: jax.Array,
 
     Args:
       positions: [T] int32, position of each token in its sequence.
-      prompt_lengths: [T] int32, prompt length of each token's sequence. Read by `dynamic` only, where the
-        token at position p is rotated for a sequence of max(prompt length, p + 1): a prompt is seen at full
-        length however it is cut into chunks, and decode sees the sequence as it grows.
+      prompt_lengths: [T] int32, prompt length of each token's sequence. Read by `dynamic` and `longrope` only,
+        where the token at position p is rotated for a sequence of max(prompt length, p + 1): a prompt is seen at
+        full length however it is cut into chunks, and decode sees the sequence as it grows.
 
     Returns:
       cos, sin: [T, R/2] float32.
@@ -72,6 +74,10 @@ def cos_sin(rope: RopeConfig, head_dim: int, positions: jax.Array,
         lanes = rotated_lanes(rope, head_dim)
         exponents = jnp.asarray(-np.arange(0, lanes, 2) / lanes, jnp.float32)
         angles = steps * theta[:, None] ** exponents
+    elif rope.kind == "longrope":
+        long = inverse * np.asarray(rope.short_factors, np.float32) / np.asarray(rope.long_factors, np.float32)
+        longer = jnp.maximum(prompt_lengths, positions + 1) > rope.original_context
+        angles = steps * jnp.where(longer[:, None], jnp.asarray(long), jnp.asarray(inverse))
     else:
         angles = steps * jnp.asarray(inverse)
     return jnp.cos(angles) * jnp.float32(factor), jnp.sin(angles) * jnp.float32(factor)
@@ -118,6 +124,13 @@ def _yarn(plain: np.ndarray, rope: RopeConfig, lanes: int) -> np.ndarray:
         high += 0.001  # a step, not a division by zero
     interpolate = np.clip((np.arange(lanes // 2) - low) / (high - low), 0.0, 1.0)
     return plain / rope.factor * interpolate + plain * (1 - interpolate)
+
+
+def _longrope_attention_factor(rope: RopeConfig) -> float:
+    """LongRoPE (arXiv 2402.13753): sqrt(1 + ln(factor) / ln(original context)) unless given."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_context))
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:

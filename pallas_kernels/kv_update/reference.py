@@ -11,7 +11,7 @@ def kv_update(k_pages, v_pages, k, v, page_table, query_starts, kv_lengths, *, f
     pages, offsets = places(page_table, query_starts, kv_lengths, k.shape[0], k_pages.data.shape[2], decode=decode)
     if first_page is not None:
         pages = pages + first_page
-    return _write(k_pages, k, pages, offsets), _write(v_pages, v, pages, offsets)
+    return _write(k_pages, k, pages, offsets), None if v_pages is None else _write(v_pages, v, pages, offsets)
 
 
 def places(page_table: jax.Array, query_starts: jax.Array, kv_lengths: jax.Array, tokens: int, page_size: int, *,

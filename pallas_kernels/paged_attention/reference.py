@@ -24,8 +24,9 @@ def paged_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, *
     return chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, **options)
 
 
-def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, window, soft_cap, sinks, first_page):
-    """One query a row: q [R, N, H], page_table [R, M], kv_lengths [R] -> [R, N, H].
+def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, window, soft_cap, sinks, first_page,
+                     value_lanes=None):
+    """One query a row: q [R, N, H], page_table [R, M], kv_lengths [R] -> [R, N, H or value_lanes].
 
     The work is the list of (row, page) pairs that hold something visible, W of them, walked DECODE_PAGES at a
     time: no row waits for a longer one. Each pair gives a softmax of its own; pairs are then merged into their
@@ -33,7 +34,7 @@ def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, wind
     """
     rows, heads, width = q.shape
     _, kv_heads, page_size, _ = k_pages.data.shape
-    group = heads // kv_heads
+    group, out_width = heads // kv_heads, width if v_pages is not None else value_lanes
     q = (q * jnp.asarray(scale, q.dtype)).reshape(rows, kv_heads, group, width)
     last = kv_lengths - 1
     first = jnp.zeros_like(last) if window is None else jnp.maximum(last - window + 1, 0)
@@ -55,7 +56,8 @@ def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, wind
         # Fused into the gather, the index arithmetic would run once an element instead of once a page.
         pages, row = jax.lax.optimization_barrier((pages, row))
         k, k_scales = _take_pages(k_pages, pages, q.dtype)
-        v, v_scales = _take_pages(v_pages, pages, q.dtype)
+        v, v_scales = (_take_pages(v_pages, pages, q.dtype) if v_pages is not None
+                       else (k[..., :value_lanes], k_scales))
         position = in_row[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
         held = valid[:, None] & (position <= last[row][:, None])  # [W, S]; past it lie others' leftovers
         seen = (held & (position >= first[row][:, None]))[:, None, None]
@@ -86,20 +88,20 @@ def decode_attention(q, k_pages, v_pages, page_table, kv_lengths, *, scale, wind
         return new_top, acc * jnp.exp(top - new_top)[..., None] + merged.reshape(acc.shape), broken
 
     shape = (rows, kv_heads, group)
-    top, acc = jnp.full(shape, MASKED), jnp.zeros((*shape, width + 1))
+    top, acc = jnp.full(shape, MASKED), jnp.zeros((*shape, out_width + 1))
     if sinks is not None:
         top = jnp.broadcast_to(sinks.reshape(kv_heads, group), shape)
-        acc = acc.at[..., width].set(1.0)
+        acc = acc.at[..., out_width].set(1.0)
     start = (top, acc, jnp.zeros(rows, bool))
     _, acc, broken = jax.lax.fori_loop(0, (ends[-1] + size - 1) // size, turn, start)
-    out, total = acc[..., :width], acc[..., width:]
+    out, total = acc[..., :out_width], acc[..., out_width:]
     out = jnp.where(broken[:, None, None, None], jnp.nan, out / jnp.where(total == 0.0, 1.0, total))
-    return out.reshape(rows, heads, width).astype(q.dtype)
+    return out.reshape(rows, heads, out_width).astype(q.dtype)
 
 
 def chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, *, scale, window, soft_cap, sinks,
-                    first_page):
-    """Ragged chunks: q [T, N, H], page_table [Q, M], query_starts [Q + 1], kv_lengths [Q] -> [T, N, H].
+                    first_page, value_lanes=None):
+    """Ragged chunks: q [T, N, H], page_table [Q, M], query_starts [Q + 1], kv_lengths [Q] -> [T, N, H or value_lanes].
 
     A tile is up to CHUNK_QUERIES consecutive queries of one sequence; tiles run in ascending order, so a tile
     that writes past its sequence's end is overwritten by the next.
@@ -107,7 +109,7 @@ def chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, *
     tokens, heads, width = q.shape
     sequences = kv_lengths.shape[0]
     _, kv_heads, page_size, _ = k_pages.data.shape
-    group = heads // kv_heads
+    group, out_width = heads // kv_heads, width if v_pages is not None else value_lanes
     size = min(CHUNK_QUERIES, tokens)
     counts = query_starts[1:] - query_starts[:-1]
     tile_ends = jnp.cumsum((counts + size - 1) // size)
@@ -129,19 +131,20 @@ def chunk_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, *
         last = jnp.tile(position, group)[None, None, :, None]
         first = jnp.zeros_like(last) if window is None else jnp.maximum(last - window + 1, 0)
         result = _walk(queries, k_pages, v_pages, page_table[row][None], first, last,
-                       jnp.min(first), position[-1] + 1, per_block, soft_cap, sink)
-        result = result.reshape(kv_heads, group, size, width).transpose(2, 0, 1, 3).reshape(size, heads, width)
+                       jnp.min(first), position[-1] + 1, per_block, soft_cap, sink, out_width)
+        result = result.reshape(kv_heads, group, size, out_width).transpose(2, 0, 1, 3)
+        result = result.reshape(size, heads, out_width)
         return jax.lax.dynamic_update_slice_in_dim(out, result.astype(out.dtype), begin, 0)
 
-    return jax.lax.fori_loop(0, tile_ends[-1], tile, jnp.zeros_like(padded))[:tokens]
+    return jax.lax.fori_loop(0, tile_ends[-1], tile, jnp.zeros((*padded.shape[:2], out_width), q.dtype))[:tokens]
 
 
-def _walk(q, k_pages, v_pages, page_table, first, last, begin, end, per_block, soft_cap, sink):
+def _walk(q, k_pages, v_pages, page_table, first, last, begin, end, per_block, soft_cap, sink, out_width):
     """Online softmax over positions begin:end, whole blocks of pages at a time.
 
     q [R, K, G, H] scaled, page_table [R, M]; first, last: [R, 1, G or 1, 1], the positions each query sees,
-    inclusive; begin, end: int32 scalars bounding all of them; sink: [R, K, G] or None. Returns [R, K, G, H]
-    float32; rows that see nothing give zeros.
+    inclusive; begin, end: int32 scalars bounding all of them; sink: [R, K, G] or None. Returns
+    [R, K, G, out_width] float32, of the keys' first lanes without v_pages; rows that see nothing give zeros.
     """
     rows, kv_heads, group, width = q.shape
     page_size = k_pages.data.shape[2]
@@ -155,7 +158,8 @@ def _walk(q, k_pages, v_pages, page_table, first, last, begin, end, per_block, s
         # Fused into the gather, the index arithmetic would run once an element instead of once a page.
         indices = jax.lax.optimization_barrier(indices)
         k, k_scales = _take_blocks(k_pages, indices, (rows, kv_heads, block, width), q.dtype)
-        v, v_scales = _take_blocks(v_pages, indices, (rows, kv_heads, block, width), q.dtype)
+        v, v_scales = (_take_blocks(v_pages, indices, k.shape, q.dtype) if v_pages is not None
+                       else (k[..., :out_width], k_scales))
         position = index * block + jnp.arange(block, dtype=jnp.int32)
         seen = (position >= first) & (position <= last)  # [R, 1, G or 1, C]
         scores = jnp.einsum("rkgh,rkch->rkgc", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
@@ -175,7 +179,7 @@ def _walk(q, k_pages, v_pages, page_table, first, last, begin, end, per_block, s
     top, total = jnp.full((*shape, 1), MASKED), jnp.zeros((*shape, 1))
     if sink is not None:
         top, total = sink[..., None], jnp.ones((*shape, 1))
-    start = (top, total, jnp.zeros((*shape, width)))
+    start = (top, total, jnp.zeros((*shape, out_width)))
     _, total, acc = jax.lax.fori_loop(begin // block, (end + block - 1) // block, turn, start)
     return acc / jnp.where(total == 0.0, 1.0, total)
 

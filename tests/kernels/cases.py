@@ -18,7 +18,7 @@ class Paged:
 
     q: jnp.ndarray
     k_pages: Pages
-    v_pages: Pages
+    v_pages: Pages | None
     page_table: jnp.ndarray
     query_starts: jnp.ndarray
     kv_lengths: jnp.ndarray
@@ -36,22 +36,22 @@ class Paged:
 
 
 def paged(rng, starts, chunks, *, heads=4, kv_heads=2, width=8, page_size=4, pages_per_row=6, dtype="float32",
-          k_format=None, v_format=None, tokens=None, first_page=0, lanes=1):
+          k_format=None, v_format=None, tokens=None, first_page=0, lanes=1, latent=False):
     """Pages with NaN wherever no sequence wrote, a shuffled page table, packed queries padded to `tokens`.
 
     Table entries past a sequence's pages name page 0. `first_page` pages of NaN lie before the pool's own page 0. The
-    pools' last axes are multiples of `lanes`.
+    pools' last axes are multiples of `lanes`. latent: there are keys only.
     """
     rows, tokens = len(starts), sum(chunks) if tokens is None else tokens
     pool = first_page + rows * pages_per_row + 1
     lengths = np.array([s + c for s, c in zip(starts, chunks, strict=True)], np.int32)
     table = (1 + rng.permutation(rows * pages_per_row)).reshape(rows, pages_per_row).astype(np.int32)
     table[np.arange(pages_per_row) >= -(-lengths[:, None] // page_size)] = 0
-    k_pages, v_pages = (fill(rng, (pool, kv_heads, page_size, width), table, lengths, fmt or dtype, first_page, lanes)
-                        for fmt in (k_format, v_format))
+    pools = [fill(rng, (pool, kv_heads, page_size, width), table, lengths, fmt or dtype, first_page, lanes)
+             for fmt in ((k_format,) if latent else (k_format, v_format))]
     q = jnp.asarray(rng.standard_normal((tokens, heads, width)), dtype)
     query_starts = np.concatenate([[0], np.cumsum(chunks)]).astype(np.int32)
-    return Paged(q, k_pages, v_pages, jnp.asarray(table), jnp.asarray(query_starts), jnp.asarray(lengths))
+    return Paged(q, pools[0], None if latent else pools[1], jnp.asarray(table), jnp.asarray(query_starts), jnp.asarray(lengths))
 
 
 def fill(rng, shape, table, lengths, dtype, first_page=0, lanes=1):

@@ -6,9 +6,9 @@ import numpy as np
 
 
 def attend(q, k, v, *, scale, soft_cap=None, sinks=None):
-    """One query [N, H] over the positions it sees, k and v [K, C, H]; sinks [N]. Returns [N, H]."""
+    """One query [N, H] over the positions it sees, k and v [K, C, ..]; sinks [N]. Returns [N, lanes of v]."""
     group = q.shape[0] // k.shape[0]
-    out = np.zeros(q.shape)
+    out = np.zeros((q.shape[0], v.shape[2]))
     for n in range(q.shape[0]):
         scores = k[n // group] @ q[n] * scale
         if soft_cap is not None:
@@ -19,11 +19,13 @@ def attend(q, k, v, *, scale, soft_cap=None, sinks=None):
     return out
 
 
-def paged_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, *, window=None, first_page=0, **options):
-    """The meaning of pallas_kernels.paged_attention; returns float64 [T, N, H], zeros for padding queries."""
+def paged_attention(q, k_pages, v_pages, page_table, query_starts, kv_lengths, *, window=None, first_page=0,
+                    value_lanes=None, **options):
+    """The meaning of pallas_kernels.paged_attention; returns float64 [T, N, H or value_lanes], zeros for padding queries."""
     q = np.asarray(q, np.float64)
-    k_pages, v_pages = (dequantize(pages)[..., : q.shape[2]] for pages in (k_pages, v_pages))
-    out = np.zeros(q.shape)
+    k_pages = dequantize(k_pages)[..., : q.shape[2]]
+    v_pages = k_pages[..., :value_lanes] if v_pages is None else dequantize(v_pages)[..., : q.shape[2]]
+    out = np.zeros((*q.shape[:2], v_pages.shape[3]))
     for row, length in enumerate(kv_lengths):
         if length == 0:  # an unused row, which in decode has a query all the same
             continue

@@ -4,8 +4,9 @@ Every operation works on the local shard of a mesh: callers wrap it in `jax.shar
 """
 
 from pallas_kernels.flash_attention.api import flash_attention
+from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.kv_update.api import kv_update
 from pallas_kernels.paged_attention.api import paged_attention
 from pallas_kernels.pages import Pages
 
-__all__ = ["Pages", "flash_attention", "kv_update", "paged_attention"]
+__all__ = ["Pages", "flash_attention", "grouped_matmul", "kv_update", "paged_attention"]

@@ -78,5 +78,11 @@ class Layout:
                 f"layout: {model.num_heads} query heads and {kv} kv heads cannot be split over {parts} ranks; "
                 f"possible: {', '.join(map(str, fits))}")
         parts = self.degree("ffn")
-        if model.intermediate_size % parts:
-            raise LayoutError(f"layout: intermediate_size {model.intermediate_size} is not divisible by {parts} ranks")
+        widths = {}
+        if model.experts is None or any(layer.dense for layer in model.layer_kinds):
+            widths["intermediate_size"] = model.intermediate_size
+        if model.experts is not None:  # the shared experts' width is a multiple of it
+            widths["experts.intermediate_size"] = model.experts.intermediate_size
+        for name, width in widths.items():
+            if width % parts:
+                raise LayoutError(f"layout: {name} {width} is not divisible by {parts} ranks")

@@ -4,7 +4,7 @@ import dataclasses
 
 from jinfer.config import ModelConfig
 from jinfer.models.expert_parameters import of_expert, pairs_apart
-from jinfer.models.parameter import Parameter, plain, side_by_side
+from jinfer.models.parameter import Parameter, Rows, plain, side_by_side
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class ExpertNames:
             else:
                 suffix = "bias" if biases else "weight"
                 gate, up, down = (f"{self.experts}.{expert}.{name}.{suffix}" for name in self.projections)
-                gate_ups.append(side_by_side((gate, up), (width,) if biases else (width, model), gate_up_axes, parts))
+                pair = (Rows(gate, 0, width), Rows(up, 0, width))
+                gate_ups.append(side_by_side(pair, (width,) if biases else (width, model), gate_up_axes, parts))
                 downs.append(plain(down, (model,) if biases else (model, width), down_axes))
         return gate_ups, downs

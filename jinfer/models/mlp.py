@@ -4,20 +4,20 @@ import jax
 from flax import nnx
 
 from jinfer.config import ModelConfig
+from jinfer.models.activation import gate
 from jinfer.models.layers import Linear
 from jinfer.models.parameter import Parameter, Precision, Rows, plain, side_by_side
 from jinfer.sharding import Layout
 
 
 class GatedMLP(nnx.Module):
-    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202); gate and up are one matrix [2 * F, D]."""
+    """down(gate(gate(x), up(x))) (arXiv 2002.05202); gate and up are one matrix [2 * F, D]."""
 
-    def __init__(self, config: ModelConfig, layout: Layout, precision: Precision, name: str, *, fused: bool = False,
-                 width: int | None = None):
-        """fused: the checkpoint holds gate and up as one tensor. width: F, if not the model's."""
-        model, width = config.hidden_size, width or config.intermediate_size
+    def __init__(self, config: ModelConfig, layout: Layout, precision: Precision, name: str, *, fused: bool = False):
+        """fused: the checkpoint holds gate and up as one tensor."""
+        model, width = config.hidden_size, config.intermediate_size
         self.parts = layout.degree("ffn")
-        self.activation = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}[config.activation]
+        self.config = config
 
         def both(kind: str, tail: tuple[int, ...]) -> Parameter:
             if fused:
@@ -34,4 +34,4 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [T, D] -> [T, D]."""
         gate_up = self.gate_up(x).reshape(x.shape[0], self.parts, 2, -1)  # F lies in as many parts as it is cut into
-        return self.down(self.activation(gate_up[:, :, 0]) * gate_up[:, :, 1])
+        return self.down(gate(gate_up[:, :, 0], gate_up[:, :, 1], self.config))

@@ -155,3 +155,33 @@ def repeated_heads(name: str, heads: int, kv_heads: int, group: int, head_dim: i
         return np.repeat(lanes, repeat, axis=0).reshape(kv_heads, group, head_dim)[index]
 
     return Parameter((kv_heads, group, head_dim), ("kv_heads", None, None), {name: (heads * head_dim,)}, read)
+
+
+def half_split(parameter: Parameter, passed: int, rotated: int) -> Parameter:
+    """Rows of heads, `passed` lanes and then `rotated` ones, for the rotation of lanes R/2 apart.
+
+    The checkpoint keeps rotated lanes as neighbouring pairs (DeepSeek); scores do not change if queries and keys are
+    reordered alike.
+    """
+    head_dim = passed + rotated
+
+    def read(reader: Reader, index: Index) -> np.ndarray:
+        first, last = index[0].start // head_dim, -(-index[0].stop // head_dim)  # whole heads
+        heads = parameter.read(reader, (slice(first * head_dim, last * head_dim), *index[1:]))
+        heads = heads.reshape(last - first, head_dim, *heads.shape[1:])
+        lanes = np.concatenate([np.arange(passed), passed + np.arange(rotated).reshape(-1, 2).T.ravel()])
+        rows = heads[:, lanes].reshape(-1, *heads.shape[2:])
+        return rows[index[0].start - first * head_dim : index[0].stop - first * head_dim]
+
+    return dataclasses.replace(parameter, read=read)
+
+
+def head_rows(name: str, heads: int, stored: int, first: int, lanes: int, inputs: int, dtype: np.dtype) -> Parameter:
+    """Lanes first : first + lanes of each head of a matrix [heads * stored, inputs]: [N, lanes, inputs]."""
+
+    def read(reader: Reader, index: Index) -> np.ndarray:
+        begin, end = index[0].start, index[0].stop
+        rows = reader.read(name, (slice(begin * stored, end * stored), index[2]))
+        return rows.reshape(end - begin, stored, -1)[:, first : first + lanes][:, index[1]]
+
+    return Parameter((heads, lanes, inputs), ("kv_heads", None, None), {name: (heads * stored, inputs)}, read, dtype)

@@ -18,11 +18,11 @@ def rotated_lanes(rope: RopeConfig, head_dim: int) -> int:
     return int(head_dim * rope.partial)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+def inverse_frequencies(rope: RopeConfig, head_dim: int, *, longer: bool = False) -> tuple[np.ndarray, float]:
     """Angles per position and the factor on cos and sin.
 
     For `dynamic` and `longrope` these are the frequencies up to the original context; beyond it they depend on the
-    length (`dynamic_theta`, `long_factors`).
+    length (`dynamic_theta`, `longer`: those of longer sequences).
 
     Returns:
       float32 [R/2], and attention_factor (1 but for `yarn` and `longrope`).
@@ -38,7 +38,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
         case "yarn":
             plain, factor = _yarn(plain, rope, lanes), _yarn_attention_factor(rope)
         case "longrope":
-            plain, factor = plain / np.asarray(rope.short_factors), _longrope_attention_factor(rope)
+            plain = plain / np.asarray(rope.long_factors if longer else rope.short_factors)
+            factor = _longrope_attention_factor(rope)
     return plain.astype(np.float32), factor
 
 
@@ -75,7 +76,7 @@ def cos_sin(rope: RopeConfig, head_dim: int, positions: jax.Array,
         exponents = jnp.asarray(-np.arange(0, lanes, 2) / lanes, jnp.float32)
         angles = steps * theta[:, None] ** exponents
     elif rope.kind == "longrope":
-        long = inverse * np.asarray(rope.short_factors, np.float32) / np.asarray(rope.long_factors, np.float32)
+        long, _ = inverse_frequencies(rope, head_dim, longer=True)
         longer = jnp.maximum(prompt_lengths, positions + 1) > rope.original_context
         angles = steps * jnp.where(longer[:, None], jnp.asarray(long), jnp.asarray(inverse))
     else:

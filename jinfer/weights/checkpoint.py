@@ -12,6 +12,9 @@ from jinfer.errors import CheckpointError
 from jinfer.weights.gguf_config import read_gguf_config
 from jinfer.weights.gguf_meta import read_head
 from jinfer.weights.hf_config import read_hf_config
+from jinfer.weights.hf_section import Section
+from jinfer.weights.hf_storage import read_storage
+from jinfer.weights.packed import unpacked
 from jinfer.weights.safetensors import SafetensorsReader
 
 
@@ -68,9 +71,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _open_folder(path: Path) -> Checkpoint:
     config = read_hf_config(path)
-    reader = SafetensorsReader(path)
-    _check_buffers(reader, config)
-    return Checkpoint(config, reader, path, _main_dtype(path, reader.bytes_by_dtype()))
+    storage = read_storage(Section(path / "config.json"))
+    stored = SafetensorsReader(path, packed=storage.packing is not None, ignored=storage.ignored)
+    _check_buffers(stored, config)
+    reader = unpacked(stored, storage.packing)
+    return Checkpoint(config, reader, path, _main_dtype(path, stored.bytes_by_dtype()))
 
 
 def _open_gguf(path: Path) -> Checkpoint:

@@ -3,10 +3,11 @@
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -14,12 +15,13 @@ from jinfer.errors import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
+_PACKED = {"U8": ("quantized", 1), "F8_E4M3": ("quantized", 1)}
 _BUFFER = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    file: Any  # safetensors handle over a mapped file
+    file: Any  # safetensors handle over a mapped file, or a mapped array of 8-bit floats
     shape: tuple[int, ...]
     dtype: str
 
@@ -27,11 +29,15 @@ class _Entry:
 class SafetensorsReader:
     """Tensors of a Hugging Face folder by their stored names; only what is asked for is read. Thread safe.
 
+    packed: bytes and 8-bit floats (E4M3) are welcome too. ignored: prefixes of tensors that are not shown.
+
     Raises CheckpointError naming the file or tensor for a missing or truncated file, an index that names a
     tensor its shard lacks, or a stored type other than float32, float16 and bfloat16.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, packed: bool = False, ignored: tuple[str, ...] = ()):
+        self._types = _DTYPES | (_PACKED if packed else {})
+        self._ignored = ignored
         self._entries: dict[str, _Entry] = {}
         self._buffers: dict[str, _Entry] = {}
         if (folder / SINGLE).exists():
@@ -53,9 +59,15 @@ class SafetensorsReader:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name).shape
 
+    def stored_type(self, name: str) -> str:
+        """Its type in words of the format: `F32`, `F8_E4M3`, ..."""
+        return self._entry(name).dtype
+
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """The part `index` (missing axes are whole) in the stored dtype."""
         entry = self._entry(name)
+        if isinstance(entry.file, np.ndarray):
+            return np.array(entry.file[index])
         try:
             part = entry.file.get_slice(name)[index] if index else entry.file.get_tensor(name)
         except (SafetensorError, OSError) as error:
@@ -66,10 +78,10 @@ class SafetensorsReader:
         return sum(self.bytes_by_dtype().values())
 
     def bytes_by_dtype(self) -> dict[str, int]:
-        """Bytes stored in each dtype (`float32`, `float16`, `bfloat16`)."""
+        """Bytes stored in each dtype (`float32`, `float16`, `bfloat16`, `quantized`)."""
         total: dict[str, int] = {}
         for entry in self._entries.values():
-            dtype, size = _DTYPES[entry.dtype]
+            dtype, size = self._types[entry.dtype]
             total[dtype] = total.get(dtype, 0) + math.prod(entry.shape) * size
         return total
 
@@ -103,11 +115,23 @@ class SafetensorsReader:
             for name in sorted(found):
                 part = file.get_slice(name)
                 entry = _Entry(file, tuple(part.get_shape()), part.get_dtype())
-                if entry.dtype not in _DTYPES:
+                if entry.dtype not in self._types:
                     raise CheckpointError(f"{path}: tensor {name} has the unsupported type {entry.dtype}")
                 if name in self._entries or name in self._buffers:
                     raise CheckpointError(f"{path}: tensor {name} is stored in two shards")
+                if name.startswith(self._ignored):
+                    continue
+                if entry.dtype == "F8_E4M3":
+                    entry = replace(entry, file=_map_float8(path, name, entry.shape))
                 (self._buffers if _BUFFER.search(name) else self._entries)[name] = entry
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: broken or truncated safetensors file: {error}") from None
         return found
+
+
+def _map_float8(path: Path, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """8-bit floats, which safetensors cannot hand to NumPy. Format: a length of 8 bytes, a JSON header, the data."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        start = json.loads(file.read(length))[name]["data_offsets"][0]
+    return np.memmap(path, ml_dtypes.float8_e4m3fn, "r", 8 + length + start, shape)

@@ -71,7 +71,8 @@ GPT_OSS = {"head_dim": 16, "rope_theta": 150000.0, "rope_scaling": YARN | {
            "num_local_experts": 4, "num_experts_per_tok": 2, "experts_per_token": 2, "swiglu_limit": 1.5,
            "initial_context_length": 32}
 GPT_OSS_MUTANTS = {
-    "no_window": {"layer_types": ["full_attention"] * 2}, "all_layers_slide": {"layer_types": ["sliding_attention"] * 2},
+    "no_window": {"layer_types": ["full_attention"] * 2},
+    "all_layers_slide": {"layer_types": ["sliding_attention"] * 2},
     "no_sinks": fill(".sinks", -1e9), "no_clamp": {"swiglu_limit": 1e9}, "one_expert": {"num_experts_per_tok": 1},
     "attention_biases_dropped": fill("_proj.bias", 0.0), "router_bias_dropped": fill("router.bias", 0.0),
     "expert_biases_dropped": fill("proj_bias", 0.0),
@@ -107,8 +108,8 @@ MODELS = {
             "full_rotary": {"partial_rotary_factor": 1.0, "rope_scaling": {"type": "longrope", **FACTORS}},
             "rope_scaling_ignored": {"rope_scaling": None}}),
     "deepseek_v2": Model("DeepseekV2ForCausalLM", "deepseek_v2", LATENT | {
-        "q_lora_rank": None, "first_k_dense_replace": 0, "topk_method": "group_limited_greedy", "scoring_func": "softmax",
-        "norm_topk_prob": False, "routed_scaling_factor": 2.0, "n_shared_experts": 2,
+        "q_lora_rank": None, "first_k_dense_replace": 0, "topk_method": "group_limited_greedy",
+        "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 2.0, "n_shared_experts": 2,
         "rope_scaling": YARN | {"mscale": 0.9, "mscale_all_dim": 0.5, "beta_fast": 32, "beta_slow": 1}}, {
             "no_groups": {"topk_method": "greedy"}, "no_scale": {"routed_scaling_factor": 1.0},
             "rope_scaling_ignored": {"rope_scaling": None},

@@ -53,10 +53,10 @@ class LatentAttention(nnx.Module):
                 precision.activation_dtype))
 
         queries = heads * (latent.nope_dim + latent.rope_dim)
-        self.q_down = self.q_norm = None
         if latent.q_rank is None:
+            self.q_down = self.q_norm = None
             self.q_up = matrix("q_proj", (queries, model), passed=latent.nope_dim, cut=True)
-        else:
+        else:  # NNX keeps an attribute that was ever None out of the weights
             self.q_down = matrix("q_a_proj", (latent.q_rank, model))
             self.q_norm = norm("q_a_layernorm", latent.q_rank)
             self.q_up = matrix("q_b_proj", (queries, latent.q_rank), passed=latent.nope_dim, cut=True)

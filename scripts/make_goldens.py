@@ -124,12 +124,12 @@ def build_model(reader: gguf.GGUFReader, fields: dict[str, Any]) -> transformers
 
 
 @torch.inference_mode()
-def greedy(model: transformers.LlamaForCausalLM, prompt: list[int]) -> dict[str, Any]:
-    """NEW_TOKENS greedy ids (end tokens do not end it), each step's gap between the two best logits, and the
+def greedy(model: transformers.PreTrainedModel, prompt: list[int], count: int = NEW_TOKENS) -> dict[str, Any]:
+    """`count` greedy ids (end tokens do not end it), each step's gap between the two best logits, and the
     ten best logits after the prompt."""
     ids, gaps, top, cache = [], [], [], None
     step = torch.tensor([prompt])
-    for _ in range(NEW_TOKENS):
+    for _ in range(count):
         out = model(input_ids=step, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         values, best = out.logits[0, -1].float().topk(10)
@@ -138,6 +138,15 @@ def greedy(model: transformers.LlamaForCausalLM, prompt: list[int]) -> dict[str,
         ids.append(int(best[0]))
         step = best[:1][None]
     return {"greedy_ids": ids, "gaps": gaps, "last_top10": top}
+
+
+def write(source: Path, fields: dict[str, Any], cases: dict[str, Any], output: Path) -> None:
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(case)}" for name, case in cases.items())
+    about = {"model": source.name, "sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
+             "eos_id": fields["tokenizer.ggml.eos_token_id"], "torch": torch.__version__,
+             "transformers": transformers.__version__, "dtype": "float32"}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(f'{{"about": {json.dumps(about)},\n"cases": {{\n{lines}\n}}}}\n', encoding="utf-8")
 
 
 def main() -> None:
@@ -160,12 +169,7 @@ def main() -> None:
             case["messages"] = prompt
         cases[name] = case
         print(f"{name}: {len(ids)} ids, smallest gap {min(case['gaps'])}: {case['text'][:70]!r}", flush=True)
-    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(case)}" for name, case in cases.items())
-    about = {"model": args.gguf.name, "sha256": hashlib.sha256(args.gguf.read_bytes()).hexdigest(),
-             "eos_id": fields["tokenizer.ggml.eos_token_id"], "torch": torch.__version__,
-             "transformers": transformers.__version__, "dtype": "float32"}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(f'{{"about": {json.dumps(about)},\n"cases": {{\n{lines}\n}}}}\n', encoding="utf-8")
+    write(args.gguf, fields, cases, args.output)
 
 
 if __name__ == "__main__":

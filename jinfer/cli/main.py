@@ -8,6 +8,7 @@ import typer
 import jinfer
 from jinfer.cli.batch import batch
 from jinfer.cli.chat import chat
+from jinfer.cli.convert import convert
 from jinfer.cli.generate import generate
 from jinfer.errors import JinferError
 
@@ -18,6 +19,7 @@ app = typer.Typer(name="jinfer", no_args_is_help=True, add_completion=False, pre
 app.command()(generate)
 app.command()(chat)
 app.command()(batch)
+app.command()(convert)
 
 
 def _version(wanted: bool) -> None:

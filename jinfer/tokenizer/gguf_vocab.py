@@ -14,7 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from jinfer.errors import CheckpointError, TokenizerError
 from jinfer.tokenizer.chat import ChatTemplate
-from jinfer.tokenizer.gguf_pre import PRE_TOKENIZERS
+from jinfer.tokenizer.gguf_pre import PRE_TOKENIZERS, PreTokenizer
 from jinfer.tokenizer.hf import from_backend
 from jinfer.tokenizer.spm import META_SPACE, from_model, open_model
 from jinfer.tokenizer.tokenizer import Tokenizer
@@ -28,10 +28,7 @@ _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_
 
 def load_gguf(path: Path) -> Tokenizer:
     """The tokenizer inside the GGUF file `path`. TokenizerError if it has none or one of an unknown kind."""
-    try:
-        vocab = _Vocabulary(path, read_metadata(path))
-    except CheckpointError as error:
-        raise TokenizerError(str(error)) from None
+    vocab = open_vocabulary(path)
     model = vocab.value("model", str)
     if model == "gpt2":
         return _load_bpe(vocab)
@@ -40,7 +37,15 @@ def load_gguf(path: Path) -> Tokenizer:
     raise TokenizerError(f"{path}: tokenizer.ggml.model {model!r} is not supported; known: gpt2, llama")
 
 
-class _Vocabulary:
+def open_vocabulary(path: Path) -> "Vocabulary":
+    """The `tokenizer.*` keys of the GGUF file `path`. TokenizerError if they are missing or broken."""
+    try:
+        return Vocabulary(path, read_metadata(path))
+    except CheckpointError as error:
+        raise TokenizerError(str(error)) from None
+
+
+class Vocabulary:
     """Checked access to the `tokenizer.*` keys of a file."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]):
@@ -86,20 +91,39 @@ class _Vocabulary:
                       if text in _TURN_ENDS and self.types[i] == CONTROL]
         return tuple(dict.fromkeys(i for i in found if i is not None))
 
-    def chat(self) -> ChatTemplate | None:
+    def named(self) -> dict[str, int]:
+        """`bos_token`, `eos_token`, ... -> id, for those that are set."""
+        found = {"bos_token": self.bos_id, "eos_token": self.eos_id,
+                 "unk_token": self.token("unknown_token_id"), "pad_token": self.token("padding_token_id")}
+        return {name: i for name, i in found.items() if i is not None}
+
+    def templates(self) -> dict[str, str]:
+        """Chat templates by name, `default` at last; empty if there is none of that name."""
         source = self.metadata.get("tokenizer.chat_template")
         if not isinstance(source, str) or not source:
-            return None
-        named = {"bos_token": self.bos_id, "eos_token": self.eos_id,
-                 "unk_token": self.token("unknown_token_id"), "pad_token": self.token("padding_token_id")}
+            return {}
         prefix = "tokenizer.chat_template."
         others = {key.removeprefix(prefix): text for key, text in self.metadata.items()
                   if key.startswith(prefix) and isinstance(text, str)}
-        return ChatTemplate({**others, "default": source},
-                            {name: self.tokens[i] for name, i in named.items() if i is not None})
+        return {**others, "default": source}
+
+    def chat(self) -> ChatTemplate | None:
+        templates = self.templates()
+        variables = {name: self.tokens[i] for name, i in self.named().items()}
+        return ChatTemplate(templates, variables) if templates else None
 
 
-def _load_bpe(vocab: _Vocabulary) -> Tokenizer:
+def _load_bpe(vocab: Vocabulary) -> Tokenizer:
+    backend, kind = bpe_backend(vocab)
+    add_bos = vocab.value("add_bos_token", bool, kind.add_bos)
+    prefix = (vocab.bos_id,) if add_bos and vocab.bos_id is not None else ()
+    return from_backend(
+        backend, prefix=prefix, bos_id=vocab.bos_id, eos_ids=vocab.eos_ids(), chat=vocab.chat(),
+        name=str(vocab.path))
+
+
+def bpe_backend(vocab: Vocabulary) -> tuple[tokenizers.Tokenizer, PreTokenizer]:
+    """The vocabulary as the `tokenizers` library's, and how it cuts text."""
     name = vocab.value("pre", str, "default")
     kind = PRE_TOKENIZERS.get(name)
     if kind is None:
@@ -121,11 +145,7 @@ def _load_bpe(vocab: _Vocabulary) -> Tokenizer:
     backend.add_tokens([
         tokenizers.AddedToken(text, special=type_ == CONTROL, normalized=False)
         for text, type_ in zip(vocab.tokens, vocab.types, strict=True) if type_ in (CONTROL, USER_DEFINED)])
-    add_bos = vocab.value("add_bos_token", bool, kind.add_bos)
-    prefix = (vocab.bos_id,) if add_bos and vocab.bos_id is not None else ()
-    return from_backend(
-        backend, prefix=prefix, bos_id=vocab.bos_id, eos_ids=vocab.eos_ids(), chat=vocab.chat(),
-        name=str(vocab.path))
+    return backend, kind
 
 
 def _pair(path: Path, merge: str) -> tuple[str, str]:
@@ -135,7 +155,15 @@ def _pair(path: Path, merge: str) -> tuple[str, str]:
     return left, right
 
 
-def _load_spm(vocab: _Vocabulary) -> Tokenizer:
+def _load_spm(vocab: Vocabulary) -> Tokenizer:
+    model = spm_model(vocab)
+    return from_model(
+        model, open_model(model, str(vocab.path)), add_bos=vocab.value("add_bos_token", bool, True),
+        bos_id=vocab.bos_id, eos_ids=vocab.eos_ids(), chat=vocab.chat())
+
+
+def spm_model(vocab: Vocabulary) -> bytes:
+    """The vocabulary as a sentencepiece model file."""
     scores = vocab.value("scores", list)
     if len(scores) != len(vocab.tokens):
         raise TokenizerError(
@@ -147,10 +175,7 @@ def _load_spm(vocab: _Vocabulary) -> Tokenizer:
     # Converters store user-defined pieces with plain spaces.
     pieces = [text.replace(" ", META_SPACE) if kind == USER_DEFINED else text
               for text, kind in zip(vocab.tokens, types, strict=True)]
-    model = _model_proto(pieces, scores, types, vocab.value("add_space_prefix", bool, True))
-    return from_model(
-        model, open_model(model, str(vocab.path)), add_bos=vocab.value("add_bos_token", bool, True),
-        bos_id=vocab.bos_id, eos_ids=vocab.eos_ids(), chat=vocab.chat())
+    return _model_proto(pieces, scores, types, vocab.value("add_space_prefix", bool, True))
 
 
 def _model_proto(

@@ -14,6 +14,7 @@ from jinfer.weights.gguf_meta import read_head
 from jinfer.weights.hf_config import read_hf_config
 from jinfer.weights.hf_section import Section
 from jinfer.weights.hf_storage import read_storage
+from jinfer.weights.orbax import FOLDER, OrbaxReader
 from jinfer.weights.packed import unpacked
 from jinfer.weights.safetensors import SafetensorsReader
 
@@ -40,6 +41,10 @@ class TensorReader(Protocol):
         """Bytes the tensors take in storage."""
         ...
 
+    def bytes_by_dtype(self) -> dict[str, int]:
+        """The same by stored type: float32, float16, bfloat16 and quantized."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -57,7 +62,9 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a Hugging Face folder or a .gguf file; reads no weights yet.
+    """Opens a Hugging Face folder (of safetensors, or with an Orbax checkpoint in `orbax/`) or a .gguf file.
+
+    Reads no weights yet.
 
     Raises ConfigError (unsupported configuration) or CheckpointError (broken files), naming what is wrong.
     """
@@ -71,11 +78,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _open_folder(path: Path) -> Checkpoint:
     config = read_hf_config(path)
+    if (path / FOLDER).is_dir():
+        return _checkpoint(config, OrbaxReader(path / FOLDER), path)
     storage = read_storage(Section(path / "config.json"))
     stored = SafetensorsReader(path, packed=storage.packing is not None, ignored=storage.ignored)
     _check_buffers(stored, config)
-    reader = unpacked(stored, storage.packing)
-    return Checkpoint(config, reader, path, _main_dtype(path, stored.bytes_by_dtype()))
+    return _checkpoint(config, unpacked(stored, storage.packing), path)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -84,13 +92,14 @@ def _open_gguf(path: Path) -> Checkpoint:
     head = read_head(path)
     reader = GgufReader(path, head)
     config = read_gguf_config(path, head, reader.rope_factors())
-    return Checkpoint(config, reader, path, _main_dtype(path, reader.bytes_by_dtype()))
+    return _checkpoint(config, reader, path)
 
 
-def _main_dtype(path: Path, by_dtype: dict[str, int]) -> str:
+def _checkpoint(config: ModelConfig, reader: TensorReader, path: Path) -> Checkpoint:
+    by_dtype = reader.bytes_by_dtype()
     if not by_dtype:
         raise CheckpointError(f"{path}: holds no tensors")
-    return max(by_dtype, key=lambda dtype: by_dtype[dtype])
+    return Checkpoint(config, reader, path, max(by_dtype, key=lambda dtype: by_dtype[dtype]))
 
 
 def _check_buffers(reader: SafetensorsReader, config: ModelConfig) -> None:

@@ -59,6 +59,9 @@ class Mxfp4Reader:
     def nbytes(self) -> int:
         return self._inner.nbytes()
 
+    def bytes_by_dtype(self) -> dict[str, int]:
+        return self._inner.bytes_by_dtype()
+
 
 class Fp8Reader:
     """Shows 8-bit floats [out, in] times the scale of their block of rows and columns (`X_scale_inv`) as float32.
@@ -101,6 +104,9 @@ class Fp8Reader:
 
     def nbytes(self) -> int:
         return self._inner.nbytes()
+
+    def bytes_by_dtype(self) -> dict[str, int]:
+        return self._inner.bytes_by_dtype()
 
 
 def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

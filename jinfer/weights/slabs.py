@@ -1,0 +1,78 @@
+"""Slabs: a checkpoint read tensor by tensor, and large tensors a few rows at a time, some ahead of the writer."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from jinfer.weights.checkpoint import TensorReader
+
+SLAB_BYTES = 16 << 20
+AHEAD = 4  # slabs being read while one is written; decoding quantised blocks needs the cores
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """How a tensor will be stored.
+
+    Attributes:
+      shape, dtype: of the whole tensor.
+      rows: slabs hold a multiple of these rows (of axis 0), but for the last.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    rows: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slab:
+    """Rows [start, start + len(values)) of tensor `name`, in its target's dtype, contiguous."""
+
+    name: str
+    start: int
+    values: np.ndarray
+
+
+def stored_dtype(reader: TensorReader, name: str) -> np.dtype:
+    """The dtype `read` gives for this tensor, found by reading one element."""
+    return reader.read(name, tuple(slice(0, 1) for _ in reader.shape(name))).dtype
+
+
+def read_slabs(reader: TensorReader, targets: Mapping[str, Target]) -> Iterator[Slab]:
+    """All tensors of `targets` in that order, in slabs of about SLAB_BYTES.
+
+    At most AHEAD + 1 slabs are in memory. A slab is larger than SLAB_BYTES only where one group of rows is.
+    """
+
+    def read(name: str, start: int, stop: int) -> Slab:
+        target = targets[name]
+        part = reader.read(name, (slice(start, stop),))
+        return Slab(name, start, np.ascontiguousarray(part, dtype=target.dtype))
+
+    with ThreadPoolExecutor(AHEAD) as pool:
+        pending: collections.deque[Future[Slab]] = collections.deque()
+        try:
+            for name, target in targets.items():
+                step = _rows(target)
+                for start in range(0, target.shape[0], step):
+                    pending.append(pool.submit(read, name, start, min(start + step, target.shape[0])))
+                    if len(pending) > AHEAD:
+                        yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _rows(target: Target) -> int:
+    row = target.nbytes // target.shape[0]
+    return max(1, SLAB_BYTES // (row * target.rows)) * target.rows

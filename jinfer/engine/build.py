@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,9 +56,16 @@ def build(model: str | Path, config: EngineConfig, progress: Progress) -> Parts:
 
     check_names(parts.parameters, checkpoint.reader, tied_head=checkpoint.config.tie_embeddings)
     progress("loading weights")
-    weights = place(parts.parameters, checkpoint.reader, layout)
+    metrics = Metrics(load_bytes=checkpoint.reader.nbytes())
+    began = time.perf_counter()
 
-    metrics = Metrics(weight_bytes=sum(w.nbytes for w in weights))
+    def loading(done: int, total: int) -> None:
+        rate = done / (time.perf_counter() - began) / 1e9
+        progress(f"loading weights {done / 1e9:.1f}/{total / 1e9:.1f} GB, {rate:.1f} GB/s")
+
+    weights = place(parts.parameters, checkpoint.reader, layout, loading)
+    metrics.load_seconds = time.perf_counter() - began
+    metrics.weight_bytes = sum(w.nbytes for w in weights)
     catalog = parts.catalog(weights, metrics)
     pages = config.kv_pages or _size_pool(parts, catalog, progress)
     if config.warmup:

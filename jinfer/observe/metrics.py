@@ -18,6 +18,7 @@ class Metrics:
       dispatching and post-processing.
       pages_total, pages_free: gauges. pages_peak: most pages held at once.
       weight_bytes, kv_bytes, state_bytes, workspace_bytes: memory by class (workspace: largest program's temporaries).
+      load_bytes: of the checkpoint's tensors as stored, read in load_seconds.
       warmup_compilations: programs compiled or loaded before serving; warmup_seconds; compilations: programs
       compiled after warm-up (0 when all is well).
     """
@@ -46,6 +47,8 @@ class Metrics:
     kv_bytes: int = 0
     state_bytes: int = 0
     workspace_bytes: int = 0
+    load_bytes: int = 0
+    load_seconds: float = 0.0
     warmup_compilations: int = 0
     warmup_seconds: float = 0.0
     compilations: int = 0
@@ -57,8 +60,8 @@ class Metrics:
     def since(self, before: "Metrics") -> "Metrics":
         """Counters minus those of an earlier snapshot; gauges, peaks and sizes as they are now."""
         kept = {"requests_waiting", "requests_running", "pages_total", "pages_free", "pages_peak",
-                "weight_bytes", "kv_bytes", "state_bytes", "workspace_bytes", "warmup_compilations",
-                "warmup_seconds"}
+                "weight_bytes", "kv_bytes", "state_bytes", "workspace_bytes", "load_bytes", "load_seconds",
+                "warmup_compilations", "warmup_seconds"}
         return Metrics(**{
             f.name: getattr(self, f.name) - (0 if f.name in kept else getattr(before, f.name))
             for f in dataclasses.fields(self)})

@@ -47,6 +47,7 @@ class Summary:
       second of the job. Rates are None when nothing of their kind ran.
       ttft: time to first token, queueing included. itl: between tokens.
       pages_peak, pages_total: of the KV pool, kv_bytes: its size.
+      load_bytes, load_seconds: stored weights, and how long it took to place them on the devices.
       warmup_compilations, warmup_seconds: before serving. compilations: after it.
     """
 
@@ -64,6 +65,8 @@ class Summary:
     pages_peak: int
     pages_total: int
     kv_bytes: int
+    load_bytes: int
+    load_seconds: float
     warmup_compilations: int
     warmup_seconds: float
     compilations: int
@@ -100,7 +103,7 @@ class Report:
             output_rate=_rate(self._output_tokens, wall_seconds),
             ttft=Percentiles.of(self._ttft), itl=Percentiles.of(self._itl),
             pages_peak=metrics.pages_peak, pages_total=metrics.pages_total,
-            kv_bytes=metrics.kv_bytes,
+            kv_bytes=metrics.kv_bytes, load_bytes=metrics.load_bytes, load_seconds=metrics.load_seconds,
             warmup_compilations=metrics.warmup_compilations, warmup_seconds=metrics.warmup_seconds,
             compilations=metrics.compilations)
 
@@ -125,6 +128,8 @@ def summary_table(summary: Summary, title: str) -> "Table":
             ("KV pool, peak use", f"{s.pages_peak:,} of {s.pages_total:,} pages "
                                   f"({used:.0%} of {s.kv_bytes / 2**20:,.0f} MiB)"),
             ("preemptions", f"{s.preemptions:,}"),
+            ("weights loaded", f"{s.load_bytes / 1e9:,.2f} GB in {s.load_seconds:,.1f} s "
+                               f"({_number(_rate(s.load_bytes / 1e9, s.load_seconds))} GB/s)"),
             ("compilations", f"{s.warmup_compilations:,} in warm-up ({s.warmup_seconds:.1f} s), "
                              f"{s.compilations:,} after")):
         table.add_row(name, value)

@@ -1,6 +1,8 @@
 """Weights onto the mesh: each device gets its part of each tensor straight from the reader."""
 
-from concurrent.futures import ThreadPoolExecutor
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ from jinfer.models.parameter import Index, Parameter
 from jinfer.sharding import Layout
 from jinfer.weights.checkpoint import TensorReader
 
+Progress = Callable[[int, int], None]
 READERS = 4  # tensors in progress at once; bounds host memory to a few shards
 
 
@@ -31,8 +34,13 @@ def check_names(parameters: list[Parameter], reader: TensorReader, *, tied_head:
             raise CheckpointError(f"{name} has shape {tuple(reader.shape(name))}, the configuration asks for {shape}")
 
 
-def place(parameters: list[Parameter], reader: TensorReader, layout: Layout) -> list[jax.Array]:
-    """Arrays of the parameters, sharded by the layout; no host copy of a whole tensor is made."""
+def place(parameters: list[Parameter], reader: TensorReader, layout: Layout,
+          progress: Progress | None = None) -> list[jax.Array]:
+    """Arrays of the parameters, sharded by the layout; no host copy of a whole tensor is made.
+
+    progress: told stored bytes that are on the devices and those of all, in the calling thread. A parameter counts by
+    its share of the elements: what a checkpoint stores in mixed types is so far an estimate, the end is exact.
+    """
 
     def one(parameter: Parameter) -> jax.Array:
         def part(index: Index | None) -> np.ndarray:
@@ -43,8 +51,20 @@ def place(parameters: list[Parameter], reader: TensorReader, layout: Layout) -> 
         array = jax.make_array_from_callback(parameter.shape, layout.sharding(*parameter.axes), part)
         return array.block_until_ready()
 
+    total = reader.nbytes() if progress is not None else 0
+    elements, done = sum(math.prod(p.shape) for p in parameters), 0
     with ThreadPoolExecutor(READERS) as pool:
-        return list(pool.map(one, parameters))
+        futures = {pool.submit(one, parameter): parameter for parameter in parameters}
+        try:
+            for future in as_completed(futures):
+                future.result()
+                done += math.prod(futures[future].shape)
+                if progress is not None:
+                    progress(total * done // elements, total)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        return [future.result() for future in futures]
 
 
 def _listed(names: list[str], most: int = 5) -> str:

@@ -37,7 +37,7 @@ def make_summary():
     report.add(RequestOutput("bad", None, [], [], error=ValueError()))
     metrics = Metrics(prefill_tokens=60, prefill_seconds=2.0, decode_seconds=4.0, pages_total=100,
                       pages_peak=25, kv_bytes=2**20 * 50, compilations=1, warmup_compilations=7,
-                      warmup_seconds=3.0, preemptions=2)
+                      warmup_seconds=3.0, preemptions=2, load_bytes=3 * 10**9, load_seconds=2.0)
     return report.summary(metrics, wall_seconds=5.0, failed=1)
 
 
@@ -59,7 +59,7 @@ def test_table():
     Console(file=text, width=100).print(summary_table(make_summary(), "a job"))
     for words in ("a job", "requests", "3 (1 failed)", "prefill", "30.0 tok/s", "decode", "1.5 tok/s",
                   "100.0 / 300.0 / 300.0", "25 of 100 pages (25% of 50 MiB)",
-                  "7 in warm-up (3.0 s), 1 after"):
+                  "7 in warm-up (3.0 s), 1 after", "3.00 GB in 2.0 s (1.5 GB/s)"):
         assert words in text.getvalue()
 
 

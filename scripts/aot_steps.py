@@ -102,8 +102,9 @@ def program(text: str) -> Key:
 def row(case: Case, plan: Plan, key: Key, step: StepReport) -> str:
     kinds = step.collectives
     named = [kinds[kind] for kind in ("all-reduce", "all-gather", "all-to-all")]
+    pages = " + ".join(map(str, plan.pages))
     cells = [case.model, case.layout, case.topology, f"{key.kind}[{key.size}]", f"{step.seconds:.1f}",
-             f"{plan.weights / GiB:.2f}", f"{plan.pool / GiB:.2f} ({plan.pages})", f"{step.temporaries / GiB:.3f}",
+             f"{plan.weights / GiB:.2f}", f"{plan.pool / GiB:.2f} ({pages})", f"{step.temporaries / GiB:.3f}",
              f"{step.peak / GiB:.2f} of {plan.memory / GiB:.2f}", *named, kinds.total() - sum(named)]
     return "| " + " | ".join(map(str, cells)) + " |"
 

@@ -36,7 +36,7 @@ def main() -> None:
 
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(options.context) - 0.125, 0.5, rows), 8, 511).astype(np.int32)
-    records, table = np.array(runner.state.rows), np.array(runner.state.page_table)
+    records, table = np.array(runner.state.rows), np.array(runner.state.page_table[0])
     records[1 : rows + 1, [Column.LENGTH, Column.ACTIVE]] = np.stack([lengths, np.ones_like(lengths)], 1)
     records[1 : rows + 1, Column.MAX_POSITION] = 10**6
     records[1 : rows + 1, Column.STOP_IDS :] = records[1 : rows + 1, Column.LOGPROBS, None] = -1
@@ -46,7 +46,7 @@ def main() -> None:
         count = (length + 64) // config.page_size + 1
         table[row, :count] = np.arange(page, page + count)
         page += count
-    state = runner.state._replace(rows=jnp.asarray(records), page_table=jnp.asarray(table))
+    state = runner.state._replace(rows=jnp.asarray(records), page_table=jnp.asarray(table)[None])
     vector, fields = runner.catalog.programs.decode_packing(rows).empty()
     fields.slots[:] = np.arange(1, rows + 1)
     heads, width = model.num_heads, model.head_dim

@@ -69,7 +69,7 @@ def main() -> None:
         + 3 * model.hidden_size * model.intermediate_size
     # Products of one token; the head runs for sampled positions only.
     body, head = per_layer * model.num_layers, model.vocab_size * model.hidden_size
-    kv_token = metrics.kv_bytes / ((metrics.pages_total + 1) * config.page_size)
+    kv_token = metrics.kv_bytes / ((metrics.pages_total + len(metrics.page_groups)) * config.page_size)
 
     table = Table(title=f"medians of {options.repeat} passes")
     for column in ("workload", "wall s", "output tok/s", "prefill tok/s", "GFLOP/s", "of peak", "decode tok/s",

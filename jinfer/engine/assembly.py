@@ -12,7 +12,8 @@ from jinfer.engine.catalog import ProgramCatalog, Weights, shard_bytes
 from jinfer.engine.programs import Programs
 from jinfer.engine.state import record_width
 from jinfer.errors import ConfigError
-from jinfer.kv import pages_for, pool_pages
+from jinfer.kv import Demand, pages_for, pool_pages
+from jinfer.kv.groups import page_groups
 from jinfer.models import build_model
 from jinfer.models.parameter import Parameter, Precision
 from jinfer.observe.metrics import Metrics
@@ -54,11 +55,20 @@ class Assembly:
             graph=graph, treedef=treedef, layout=layout, config=model, max_logprobs=config.max_logprobs,
             steps=config.decode_steps, page_size=config.page_size, record_width=record_width(config.max_stop_ids),
             table_width=pages_for(config.max_context, config.page_size), max_context=config.max_context,
-            max_bias=config.max_logit_bias)
+            groups=len(page_groups(model.layer_kinds)), max_bias=config.max_logit_bias)
         narrow_cpu = layout.platform == "cpu" and precision.weight_dtype.itemsize < 4
         buckets = Buckets.build(prefill_tokens=config.prefill_tokens, max_rows=config.max_rows,
                                 smallest_rows=2 if narrow_cpu else 1)
         return cls(config, model, layout, programs, buckets, parameters)
+
+    def demand(self) -> Demand:
+        """What the page groups can use of a pool."""
+        config = self.config
+        assert config.max_context is not None
+        return Demand(windows=tuple(group.window for group in page_groups(self.model.layer_kinds)),
+                      page_size=config.page_size, max_rows=config.max_rows, max_context=config.max_context,
+                      decode_steps=config.decode_steps, prefill_tokens=config.prefill_tokens,
+                      max_chunks=self.buckets.max_chunks)
 
     def abstract_weights(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings the weights will have on the devices."""
@@ -71,18 +81,16 @@ class Assembly:
                               rows=self.config.max_rows, metrics=metrics, forbid=self.config.forbid_compilation)
 
 
-def pages_in(free: int, config: EngineConfig, catalog: ProgramCatalog) -> int:
-    """P of a pool in `free` bytes a device. Raises ConfigError if one sequence would not fit."""
-    token = sum(shard_bytes(x) for x in jax.tree.leaves(catalog.abstract_kv(pages=1))) // config.page_size
-    assert config.max_context is not None
-    return pool_pages(free, token_bytes=token, page_size=config.page_size, max_rows=config.max_rows,
-                      max_context=config.max_context)
+def pages_in(free: int, catalog: ProgramCatalog, demand: Demand) -> tuple[int, ...]:
+    """P of each page group of a pool in `free` bytes a device. Raises ConfigError if one sequence would not fit."""
+    one = catalog.abstract_kv((1,) * catalog.programs.groups)
+    return pool_pages(free, [sum(shard_bytes(x) for x in jax.tree.leaves(group)) for group in one], demand)
 
 
 def pool_bytes(memory: int, catalog: ProgramCatalog) -> int:
     """What `memory` bytes a device leave for the pool: all but weights, state and the largest temporaries."""
     kept = sum(shard_bytes(x) for x in jax.tree.leaves((catalog.weights, catalog.abstract_state())))
-    return memory - kept - catalog.workspace(pages=2)
+    return memory - kept - catalog.workspace()
 
 
 def resolve(config: EngineConfig, model: ModelConfig, platform: str) -> EngineConfig:

@@ -67,20 +67,19 @@ def build(model: str | Path, config: EngineConfig, progress: Progress) -> Parts:
     metrics.load_seconds = time.perf_counter() - began
     metrics.weight_bytes = sum(w.nbytes for w in weights)
     catalog = parts.catalog(weights, metrics)
-    pages = config.kv_pages or _size_pool(parts, catalog, progress)
+    demand = parts.demand()
+    pages = demand.explicit(config.kv_pages) if config.kv_pages else _size_pool(parts, catalog, progress)
     if config.warmup:
         catalog.warm_up(pages, progress)
     runner = Runner(catalog, weights, pages, metrics)
     metrics.kv_bytes = sum(x.nbytes for x in jax.tree.leaves(runner.kv))
     metrics.state_bytes = sum(x.nbytes for x in jax.tree.leaves(runner.state))
-    metrics.pages_total = pages - 1
-    metrics.pages_free = pages - 1
-    # A sequence cannot outgrow the pool; requests that try are refused with both numbers.
-    assert config.max_context is not None
-    max_context = min(config.max_context, (pages - 1) * config.page_size)
+    max_context = demand.context(pages)  # a sequence cannot outgrow the pool
     scheduler = Scheduler(
-        PagePool(pages, config.page_size), max_rows=config.max_rows, max_context=max_context,
-        prefill_tokens=config.prefill_tokens, max_chunks=parts.buckets.max_chunks, decode_steps=config.decode_steps)
+        [PagePool(count, config.page_size, window) for count, window in zip(pages, demand.windows, strict=True)],
+        max_rows=config.max_rows, max_context=max_context, prefill_tokens=config.prefill_tokens,
+        max_chunks=parts.buckets.max_chunks, decode_steps=config.decode_steps)
+    metrics.count_pages(scheduler.pages.pools)
     eos = tuple(dict.fromkeys(checkpoint.config.eos_ids + (tokenizer.eos_ids if tokenizer else ())))
     if len(eos) > config.max_stop_ids:
         raise ConfigError(f"max_stop_ids: {config.max_stop_ids} is less than the model's {len(eos)} end tokens")
@@ -88,16 +87,16 @@ def build(model: str | Path, config: EngineConfig, progress: Progress) -> Parts:
     return Parts(config, checkpoint.config, tokenizer, admission, scheduler, runner, metrics)
 
 
-def _size_pool(parts: Assembly, catalog: ProgramCatalog, progress: Progress) -> int:
+def _size_pool(parts: Assembly, catalog: ProgramCatalog, progress: Progress) -> tuple[int, ...]:
     """Pages from what is left after weights, state and the largest program's temporaries."""
     config, mesh = parts.config, parts.layout.mesh
     if config.kv_memory_gb is not None:
-        return pages_in(int(config.kv_memory_gb * 2**30), config, catalog)
+        return pages_in(int(config.kv_memory_gb * 2**30), catalog, parts.demand())
     memory = device_memory(mesh.devices.flat[0], config.memory_utilization)
     if parts.layout.platform == "cpu":  # a share for the pool alone, which all virtual devices divide
-        return pages_in(memory // mesh.size, config, catalog)
+        return pages_in(memory // mesh.size, catalog, parts.demand())
     progress("measuring programs")
-    return pages_in(pool_bytes(memory, catalog), config, catalog)
+    return pages_in(pool_bytes(memory, catalog), catalog, parts.demand())
 
 
 def _tokenizer(path: Path) -> Tokenizer | None:

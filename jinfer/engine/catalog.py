@@ -60,18 +60,19 @@ class ProgramCatalog:
         decode = [Key("decode", size) for size in self.buckets.decode]
         return [*reversed(prefill), *decode, Key("prepare", 0)]
 
-    def abstract_kv(self, pages: int) -> KVPools:
-        """Shapes and shardings of the pool with `pages` (P) a layer."""
+    def abstract_kv(self, pages: Sequence[int]) -> KVPools:
+        """Shapes and shardings of the pool with so many pages (P) a layer, by page group."""
         p = self.programs
         sharding = p.layout.sharding(None, "kv_heads")
 
-        def one(layers: int) -> KVPages:
-            pool = pool_shapes(layers * pages, p.layout.kv_heads(p.config), p.page_size, p.config.cache_width,
+        def one(layers: int, count: int) -> KVPages:
+            pool = pool_shapes(layers * count, p.layout.kv_heads(p.config), p.page_size, p.config.cache_width,
                                self.kv_dtype, p.layout.platform)
             pool = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), pool)
             return KVPages(pool, None if p.config.latent else pool)
 
-        return tuple(one(len(group.layers)) for group in page_groups(p.config.layer_kinds))
+        groups = page_groups(p.config.layer_kinds)
+        return tuple(one(len(group.layers), count) for group, count in zip(groups, pages, strict=True))
 
     def abstract_state(self) -> DeviceState:
         p, slots = self.programs, self._rows + 1
@@ -81,11 +82,12 @@ class ProgramCatalog:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=whole(p.layout))
 
         return DeviceState(
-            rows=array((slots, p.record_width), jnp.int32), page_table=array((slots, p.table_width), jnp.int32),
+            rows=array((slots, p.record_width), jnp.int32),
+            page_table=array((p.groups, slots, p.table_width), jnp.int32),
             counts=array(counts.shape, counts.dtype), bias_ids=array((slots, p.max_bias), jnp.int32),
             bias_values=array((slots, p.max_bias), jnp.float32))
 
-    def warm_up(self, pages: int, on_progress: Callable[[str], None] | None = None) -> None:
+    def warm_up(self, pages: tuple[int, ...], on_progress: Callable[[str], None] | None = None) -> None:
         """Compiles every program (from the persistent cache where it can) for a pool of `pages`."""
         start, keys = time.perf_counter(), self.keys()
         done = 0
@@ -106,15 +108,16 @@ class ProgramCatalog:
         self.metrics.workspace_bytes = max(workspace_bytes(c) for c in self._compiled.values())
         self.warm = True
 
-    def workspace(self, pages: int) -> int:
+    def workspace(self) -> int:
         """Bytes of temporaries a device needs for the largest calls; they do not depend on the pool."""
+        pages = (2,) * self.programs.groups
         return max(workspace_bytes(self.compile(key, pages)) for key in self.largest())
 
     def largest(self) -> list[Key]:
         """The programs that need most memory, one of each regime."""
         return [Key("prefill", self.buckets.prefill[-1]), Key("decode", self.buckets.decode[-1])]
 
-    def get(self, key: Key, pages: int) -> jax.stages.Compiled:
+    def get(self, key: Key, pages: tuple[int, ...]) -> jax.stages.Compiled:
         compiled = self._compiled.get(key)
         if compiled is None:
             if self.forbid and self.warm:
@@ -138,14 +141,14 @@ class ProgramCatalog:
         """Q of a prefill call of this size: a chunk holds a token at least."""
         return min(self.buckets.max_chunks, tokens)
 
-    def compile(self, key: Key, pages: int) -> jax.stages.Compiled:
+    def compile(self, key: Key, pages: tuple[int, ...]) -> jax.stages.Compiled:
         """The executable of one program for a pool of `pages`: what every call runs and every plan reads."""
         compiled = self.lower(key, pages).compile()
         if key.kind != "prepare":
             assert_donated(compiled, self.abstract_kv(pages))
         return compiled
 
-    def lower(self, key: Key, pages: int) -> jax.stages.Lowered:
+    def lower(self, key: Key, pages: tuple[int, ...]) -> jax.stages.Lowered:
         """The traced program, not yet compiled; needs shapes and a mesh, no device and no weights."""
         p = self.programs
         kv, state, upload = self.abstract_kv(pages), self.abstract_state(), whole(p.layout)

@@ -266,4 +266,4 @@ class Engine:
         scheduler, metrics = self._scheduler, self.metrics
         metrics.requests_waiting, metrics.requests_running = scheduler.waiting, scheduler.running
         metrics.preemptions = scheduler.preemptions
-        metrics.pages_free, metrics.pages_peak = scheduler.pool.free, scheduler.pool.peak
+        metrics.count_pages(scheduler.pages.pools)

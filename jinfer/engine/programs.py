@@ -29,7 +29,7 @@ class PrefillFields(NamedTuple):
 
     tokens: [T]. targets: [T], the token after each, for prompt logprobs. slots: [Q], 0 for padding chunks.
     starts, lengths: [Q], positions of each chunk. samples: [Q], 1 where a token is sampled at its end.
-    records: [Q, F]. tables: [Q, M], the rows' whole page tables.
+    records: [Q, F]. tables: [G, Q, M], the rows' whole page tables in every page group.
     """
 
     tokens: jax.Array
@@ -43,7 +43,9 @@ class PrefillFields(NamedTuple):
 
 
 class DecodeFields(NamedTuple):
-    """Upload of a decode call, each [R]: slots (0 for padding rows), and the page each row got, 0 for none."""
+    """Upload of a decode call: slots [R] (0 for padding rows); [G, R] the page each row got in every page group, 0 for
+    none, and its place in the row's table.
+    """
 
     slots: jax.Array
     new_page: jax.Array
@@ -67,7 +69,7 @@ class Programs:
     Attributes:
       graph: the split module; weights are its leaves, in order, with `treedef`.
       max_logprobs: C. steps: tokens a decode call generates. page_size: S. record_width: F. table_width: M.
-      max_context: most tokens of a row. max_bias: X.
+      groups: G, page groups. max_context: most tokens of a row. max_bias: X.
     """
 
     graph: nnx.GraphDef
@@ -79,16 +81,17 @@ class Programs:
     page_size: int
     record_width: int
     table_width: int
+    groups: int
     max_context: int
     max_bias: int
 
     def prefill_packing(self, tokens: int, chunks: int) -> Packing[PrefillFields]:
         return Packing(PrefillFields, tokens=(tokens,), targets=(tokens,), slots=(chunks,), starts=(chunks,),
                        lengths=(chunks,), samples=(chunks,), records=(chunks, self.record_width),
-                       tables=(chunks, self.table_width))
+                       tables=(self.groups, chunks, self.table_width))
 
     def decode_packing(self, rows: int) -> Packing[DecodeFields]:
-        return Packing(DecodeFields, slots=(rows,), new_page=(rows,), new_page_index=(rows,))
+        return Packing(DecodeFields, slots=(rows,), new_page=(self.groups, rows), new_page_index=(self.groups, rows))
 
     def prepare_packing(self) -> Packing[PrepareFields]:
         return Packing(PrepareFields, slot=(1,), prompt_length=(1,), tokens=(self.max_context,),
@@ -108,10 +111,10 @@ class Programs:
         ends = fields.starts + fields.lengths
         records = fields.records.at[:, Column.LENGTH].set(ends)
         rotary = rotary_tables(self.config, positions, records[row, Column.PROMPT_LENGTH])
-        step = StepContext(rotary, (fields.tables,) * len(kv), query_starts, ends)
+        step = StepContext(rotary, tuple(fields.tables), query_starts, ends)
         hidden, kv = model(fields.tokens, kv, step, decode=False)
 
-        state = state._replace(page_table=state.page_table.at[fields.slots].set(fields.tables))
+        state = state._replace(page_table=state.page_table.at[:, fields.slots].set(fields.tables))
         last = hidden[jnp.maximum(query_starts[1:] - 1, 0)]
         sampled, state = self._sample(
             model, last, state, records, fields.slots, position=ends, emits=fields.samples == 1)
@@ -132,9 +135,10 @@ class Programs:
         model = nnx.merge(self.graph, jax.tree.unflatten(self.treedef, weights))
         fields = self.decode_packing(rows).unpack(packed)
         owner = jnp.where(fields.new_page > 0, fields.slots, 0)  # no new page: write into the null slot's table
-        table = state.page_table.at[owner, fields.new_page_index].set(fields.new_page)
-        state = state._replace(page_table=table.at[0].set(0))
-        page_table = state.page_table[fields.slots]
+        groups = jnp.arange(self.groups, dtype=jnp.int32)[:, None]
+        table = state.page_table.at[groups, owner, fields.new_page_index].set(fields.new_page)
+        state = state._replace(page_table=table.at[:, 0].set(0))
+        page_tables = tuple(state.page_table[:, fields.slots])
         query_starts = jnp.arange(rows + 1, dtype=jnp.int32)
 
         def advance(kv: KVPools, state: DeviceState) -> tuple[KVPools, DeviceState, jax.Array]:
@@ -143,7 +147,7 @@ class Programs:
             position = records[:, Column.LENGTH]
             lengths = jnp.where(active, position + 1, 0)
             rotary = rotary_tables(self.config, position, records[:, Column.PROMPT_LENGTH])
-            step = StepContext(rotary, (page_table,) * len(kv), query_starts, lengths)
+            step = StepContext(rotary, page_tables, query_starts, lengths)
             hidden, kv = model(records[:, Column.LAST_TOKEN], kv, step, decode=True)
             records = records.at[:, Column.LENGTH].add(active.astype(jnp.int32))
             sampled, state = self._sample(

@@ -50,7 +50,7 @@ class Sampled:
 class Runner:
     """The device side of the engine. Not thread-safe: one loop drives it."""
 
-    def __init__(self, catalog: ProgramCatalog, weights: list[jax.Array], pages: int, metrics: Metrics):
+    def __init__(self, catalog: ProgramCatalog, weights: list[jax.Array], pages: tuple[int, ...], metrics: Metrics):
         self.catalog = catalog
         self.weights = weights
         self.pages = pages
@@ -135,7 +135,8 @@ class Runner:
             fields.lengths[i] = chunk.length
             fields.samples[i] = chunk.samples
             fields.records[i] = self._records[request]
-            fields.tables[i, : len(request.pages)] = request.pages
+            for table, pages in zip(fields.tables, request.pages, strict=True):
+                table[i, : len(pages)] = pages
             begin = end
         self.kv, self.state, pending.prefill, scores = self._call(
             Key("prefill", size), vector, self.weights, self.kv, self.state)
@@ -149,8 +150,9 @@ class Runner:
         size = self.catalog.buckets.decode_size(count)
         vector, fields = self._packing(Key("decode", size)).empty()
         fields.slots[:count] = [row.slot for row in plan.rows]
-        fields.new_page[:count] = [row.new_page for row in plan.rows]
-        fields.new_page_index[:count] = [row.new_page_index for row in plan.rows]
+        for i, row in enumerate(plan.rows):
+            for group, index, page in row.new_pages:
+                fields.new_page_index[group, i], fields.new_page[group, i] = index, page
         self.kv, self.state, pending.decode = self._call(
             Key("decode", size), vector, self.weights, self.kv, self.state)
         self.metrics.decode_calls += 1

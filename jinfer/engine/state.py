@@ -41,9 +41,9 @@ class Column(enum.IntEnum):
 class DeviceState(NamedTuple):
     """B slots and the null slot 0, which padding rows name and nobody reads.
 
-    rows: [B + 1, F] int32 records, see Column. page_table: [B + 1, M] int32. counts: [B + 1, V] int16, which
-    tokens a row has seen (sampling.penalties). bias_ids, bias_values: [B + 1, X] int32 (-1 padding), float32.
-    counts and bias are kept up for rows that use them only.
+    rows: [B + 1, F] int32 records, see Column. page_table: [G, B + 1, M] int32, of G page groups. counts: [B + 1, V]
+    int16, which tokens a row has seen (sampling.penalties). bias_ids, bias_values: [B + 1, X] int32 (-1 padding) and
+    float32. counts and bias are kept up for rows that use them only.
     """
 
     rows: jax.Array

@@ -1,4 +1,4 @@
-"""PagePool: which pages of the KV pool are free, and how many references hold the others."""
+"""PagePool: which pages of a group's part of the KV pool are free, and how many references hold the others."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -13,17 +13,19 @@ class PagePool:
     Attributes:
       num_pages: P, the null page included.
       page_size: S, token positions in a page.
+      window: tokens a query sees, itself included, in the layers these pages are of; None sees all.
       peak: most pages ever held at once.
     """
 
-    __slots__ = ("_counts", "_free", "num_pages", "page_size", "peak")
+    __slots__ = ("_counts", "_free", "num_pages", "page_size", "peak", "window")
 
-    def __init__(self, num_pages: int, page_size: int):
+    def __init__(self, num_pages: int, page_size: int, window: int | None = None):
         """Raises ValueError if there is no page beside the null page or a page holds nothing."""
         if num_pages < 2 or page_size < 1:
             raise ValueError(f"a pool needs 2 pages of 1 position or more, got {num_pages} of {page_size}")
         self.num_pages = num_pages
         self.page_size = page_size
+        self.window = window
         self.peak = 0
         self._counts = [0] * num_pages
         self._free = list(range(num_pages - 1, 0, -1))  # a stack: page 1 goes out first

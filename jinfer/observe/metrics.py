@@ -1,6 +1,19 @@
 """Counters of one engine. Plain numbers, updated by the loop, read by everything that reports."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jinfer.kv.pool import PagePool
+
+
+class GroupPages(NamedTuple):
+    """Pages of one page group; window: tokens its layers see, None is all. peak: most held at once."""
+
+    window: int | None
+    total: int
+    free: int
+    peak: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -16,7 +29,8 @@ class Metrics:
       prefill_seconds, decode_seconds: device time of the calls, measured where results arrive.
       host_seconds: CPU time of the loop's thread for planning, packing,
       dispatching and post-processing.
-      pages_total, pages_free: gauges. pages_peak: most pages held at once.
+      pages_total, pages_free: gauges. pages_peak: most pages held at once. All are sums over page_groups (gauges),
+      which may peak at different times.
       weight_bytes, kv_bytes, state_bytes, workspace_bytes: memory by class (workspace: largest program's temporaries).
       load_bytes: of the checkpoint's tensors as stored, read in load_seconds.
       warmup_compilations: programs compiled or loaded before serving; warmup_seconds; compilations: programs
@@ -43,6 +57,7 @@ class Metrics:
     pages_total: int = 0
     pages_free: int = 0
     pages_peak: int = 0
+    page_groups: tuple[GroupPages, ...] = ()
     weight_bytes: int = 0
     kv_bytes: int = 0
     state_bytes: int = 0
@@ -53,15 +68,21 @@ class Metrics:
     warmup_seconds: float = 0.0
     compilations: int = 0
 
+    def count_pages(self, pools: Sequence[PagePool]) -> None:
+        """Takes the gauges of pages from the pools of all page groups."""
+        self.page_groups = tuple([GroupPages(p.window, p.num_pages - 1, p.free, p.peak) for p in pools])
+        _, totals, free, peaks = zip(*self.page_groups, strict=True)
+        self.pages_total, self.pages_free, self.pages_peak = sum(totals), sum(free), sum(peaks)
+
     def snapshot(self) -> "Metrics":
         """A copy that no longer changes."""
         return dataclasses.replace(self)
 
     def since(self, before: "Metrics") -> "Metrics":
         """Counters minus those of an earlier snapshot; gauges, peaks and sizes as they are now."""
-        kept = {"requests_waiting", "requests_running", "pages_total", "pages_free", "pages_peak",
+        kept = {"requests_waiting", "requests_running", "pages_total", "pages_free", "pages_peak", "page_groups",
                 "weight_bytes", "kv_bytes", "state_bytes", "workspace_bytes", "load_bytes", "load_seconds",
                 "warmup_compilations", "warmup_seconds"}
-        return Metrics(**{
-            f.name: getattr(self, f.name) - (0 if f.name in kept else getattr(before, f.name))
-            for f in dataclasses.fields(self)})
+        return dataclasses.replace(self, **{
+            f.name: getattr(self, f.name) - getattr(before, f.name)
+            for f in dataclasses.fields(self) if f.name not in kept})

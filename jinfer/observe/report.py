@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
 from jinfer.engine.outputs import RequestOutput
-from jinfer.observe.metrics import Metrics
+from jinfer.observe.metrics import GroupPages, Metrics
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,7 +46,7 @@ class Summary:
       a second of decode calls (the first token of a choice is made by prefill). output_rate: output tokens a
       second of the job. Rates are None when nothing of their kind ran.
       ttft: time to first token, queueing included. itl: between tokens.
-      pages_peak, pages_total: of the KV pool, kv_bytes: its size.
+      pages_peak, pages_total: of the KV pool, kv_bytes: its size; page_groups: its parts.
       load_bytes, load_seconds: stored weights, and how long it took to place them on the devices.
       warmup_compilations, warmup_seconds: before serving. compilations: after it.
     """
@@ -64,6 +64,7 @@ class Summary:
     itl: Percentiles
     pages_peak: int
     pages_total: int
+    page_groups: tuple[GroupPages, ...]
     kv_bytes: int
     load_bytes: int
     load_seconds: float
@@ -103,7 +104,8 @@ class Report:
             output_rate=_rate(self._output_tokens, wall_seconds),
             ttft=Percentiles.of(self._ttft), itl=Percentiles.of(self._itl),
             pages_peak=metrics.pages_peak, pages_total=metrics.pages_total,
-            kv_bytes=metrics.kv_bytes, load_bytes=metrics.load_bytes, load_seconds=metrics.load_seconds,
+            page_groups=metrics.page_groups, kv_bytes=metrics.kv_bytes, load_bytes=metrics.load_bytes,
+            load_seconds=metrics.load_seconds,
             warmup_compilations=metrics.warmup_compilations, warmup_seconds=metrics.warmup_seconds,
             compilations=metrics.compilations)
 
@@ -127,6 +129,7 @@ def summary_table(summary: Summary, title: str) -> "Table":
             ("ITL p50 / p95 / p99", _milliseconds(s.itl)),
             ("KV pool, peak use", f"{s.pages_peak:,} of {s.pages_total:,} pages "
                                   f"({used:.0%} of {s.kv_bytes / 2**20:,.0f} MiB)"),
+            *(_group(group) for group in s.page_groups if len(s.page_groups) > 1),
             ("preemptions", f"{s.preemptions:,}"),
             ("weights loaded", f"{s.load_bytes / 1e9:,.2f} GB in {s.load_seconds:,.1f} s "
                                f"({_number(_rate(s.load_bytes / 1e9, s.load_seconds))} GB/s)"),
@@ -134,6 +137,11 @@ def summary_table(summary: Summary, title: str) -> "Table":
                              f"{s.compilations:,} after")):
         table.add_row(name, value)
     return table
+
+
+def _group(group: GroupPages) -> tuple[str, str]:
+    name = "full attention" if group.window is None else f"window of {group.window:,}"
+    return f"  {name}", f"{group.peak:,} of {group.total:,} pages"
 
 
 def _rate(amount: float, seconds: float) -> float | None:

@@ -48,7 +48,7 @@ class Plan:
     """Bytes are those of one device.
 
     Attributes:
-      memory: what jinfer may use. weights, state, pool: what it holds of that. pages: P, the null page included.
+      memory: what jinfer may use. weights, state, pool: what it holds of that. pages: P of each page group.
       steps: the programs, in the order asked for.
     """
 
@@ -56,7 +56,7 @@ class Plan:
     weights: int
     state: int
     pool: int
-    pages: int
+    pages: tuple[int, ...]
     steps: dict[Key, StepReport]
 
 
@@ -78,7 +78,9 @@ def compile_steps(model: ModelConfig, config: EngineConfig, devices: Sequence[An
     memory = int(chip(devices[0].device_kind).hbm * config.memory_utilization)
     if progress is not None:
         progress("sizing the pool")
-    pages = config.kv_pages or pages_in(pool_bytes(memory, catalog), parts.config, catalog)
+    demand = parts.demand()
+    pages = (demand.explicit(config.kv_pages) if config.kv_pages
+             else pages_in(pool_bytes(memory, catalog), catalog, demand))
     steps = {}
     for key in keys or catalog.largest():
         if progress is not None:
@@ -110,7 +112,7 @@ def expected_collectives(model: ModelConfig, config: EngineConfig) -> Counter[st
     return Counter({kind: count for kind, count in counts.items() if count})
 
 
-def _compile(catalog: ProgramCatalog, key: Key, pages: int) -> StepReport:
+def _compile(catalog: ProgramCatalog, key: Key, pages: tuple[int, ...]) -> StepReport:
     start = time.perf_counter()
     compiled = catalog.compile(key, pages)
     seconds = time.perf_counter() - start

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jinfer.scheduler.pages import NewPage
 from jinfer.scheduler.request import Request
 
 
@@ -9,8 +10,8 @@ from jinfer.scheduler.request import Request
 class Chunk:
     """Part of a prompt in a prefill call: positions start..start+length-1 of request.tokens.
 
-    A chunk with start 0 is the first of its request in this slot: the row joins, and its whole page table
-    (request.pages) goes up.
+    A chunk with start 0 is the first of its request in this slot: the row joins. The whole page tables of the request
+    (request.pages) go up with every chunk.
 
     Attributes:
       final: it ends the known tokens.
@@ -34,14 +35,13 @@ class DecodeRow:
 
     Attributes:
       position: of the first token fed, whose KV is written; the first token sampled sits one further.
-      new_page: page to put into the row's page table at new_page_index before the call; 0 is none.
+      new_pages: (group, index, page): what to put into the row's page tables before the call, one a group at most.
     """
 
     request: Request
     slot: int
     position: int
-    new_page: int
-    new_page_index: int
+    new_pages: tuple[NewPage, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -33,8 +33,11 @@ class Request:
       stop_ids: end and stop token ids the device tests. seed: of its random stream.
       arrival: seconds of a monotonic clock, for reports; the order of `Scheduler.add` decides, not this.
       outputs: tokens the host knows; one dispatch behind the device.
-      slot: row of the device state, 0 is none. pages: its KV pages in order of position.
-      page_limit: most pages it will ever hold (set by `Scheduler.add`).
+      slot: row of the device state, 0 is none.
+      pages: of each page group, in order of position; 0 for pages given back. None at all without a slot.
+      gone: how many pages of each group are given back, the first ones.
+      due: a decode call that ends past it needs other pages (see RequestPages).
+      page_limit: most pages a group will ever have for it, those given back included (set by `Scheduler.add`).
       computed: positions whose KV is written by calls dispatched so far.
       in_flight: dispatched steps it takes part in whose results are not collected.
       preemptions: how often it lost its pages and had to be computed again.
@@ -51,7 +54,9 @@ class Request:
     outputs: list[int] = dataclasses.field(default_factory=list)
     status: Status = Status.WAITING
     slot: int = 0
-    pages: list[int] = dataclasses.field(default_factory=list)
+    pages: list[list[int]] = dataclasses.field(default_factory=list)
+    gone: list[int] = dataclasses.field(default_factory=list)
+    due: int = 0
     page_limit: int = 0
     computed: int = 0
     in_flight: int = 0

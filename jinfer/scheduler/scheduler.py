@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jinfer.errors import CapacityError, RequestError
 from jinfer.kv.pool import PagePool
-from jinfer.kv.sizing import pages_for
+from jinfer.scheduler.pages import NewPage, RequestPages
 from jinfer.scheduler.plan import Chunk, DecodeRow, StepPlan
 from jinfer.scheduler.request import FinishReason, Request, Status
 
@@ -24,15 +24,16 @@ class Scheduler:
 
     Every active request arrived before every waiting one: admission takes the head of the queue only,
     preemption takes the last active one and puts it back at the head. So the oldest request is never evicted
-    and finds room by evicting the others, which bounds the steps of a run.
+    and finds room by evicting the others, in whichever page group it lacks a page, which bounds the steps of a run.
+    Prompts that wait half computed for pages of a window therefore wait for older requests, never for each other.
 
     A step costs O(rows); neither the queue nor the pool is ever scanned.
     """
 
-    def __init__(self, pool: PagePool, *, max_rows: int, max_context: int, prefill_tokens: int,
+    def __init__(self, pools: Sequence[PagePool], *, max_rows: int, max_context: int, prefill_tokens: int,
                  max_chunks: int, decode_steps: int = 1):
         """Args:
-          pool: where pages come from.
+          pools: where pages come from, one a page group, with pages of one size.
           max_rows: B, requests active together; they get slots 1..B.
           max_context: longest sequence, prompt and outputs.
           prefill_tokens: most prompt tokens in a step. max_chunks: most chunks in a step.
@@ -40,9 +41,9 @@ class Scheduler:
         """
         if min(max_rows, max_context, prefill_tokens, max_chunks, decode_steps) < 1:
             raise ValueError("every limit of a scheduler must be positive")
-        if decode_steps > pool.page_size:
-            raise ValueError(f"decode_steps {decode_steps} is more than page_size {pool.page_size}")
-        self.pool = pool
+        if decode_steps > pools[0].page_size:
+            raise ValueError(f"decode_steps {decode_steps} is more than page_size {pools[0].page_size}")
+        self.pages = RequestPages(pools, decode_steps)
         self.max_rows = max_rows
         self.max_context = max_context
         self.prefill_tokens = prefill_tokens
@@ -90,14 +91,7 @@ class Scheduler:
         if not prompt <= request.max_position <= self.max_context:
             raise ValueError(f"max_position {request.max_position} is outside {prompt}..{self.max_context}")
         # The last token sampled needs no KV; the last token of a prompt does.
-        limit = pages_for(max(prompt, request.max_position - 1), self.pool.page_size)
-        if limit > self.pool.num_pages - 1:
-            alone = pages_for(prompt, self.pool.page_size) < self.pool.num_pages
-            raise CapacityError(
-                "max_tokens" if alone else "prompt",
-                f"{prompt} prompt tokens and up to {request.max_position - prompt} more need {limit} KV "
-                f"pages of {self.pool.page_size} tokens, the pool has {self.pool.num_pages - 1}")
-        request.page_limit = limit
+        self.pages.check_fits(request, max(prompt, request.max_position - 1))
         self._waiting[request] = None
 
     def plan(self) -> StepPlan:
@@ -106,44 +100,36 @@ class Scheduler:
         A plan that is not empty must be dispatched, and later handed to `collected`.
         """
         active = self._active
-        size = self.pool.page_size
         steps = self.decode_steps
         chunks: list[Chunk] = []
         rows: list[DecodeRow] = []
         budget = self.prefill_tokens
-        reserve = 0  # pages the active requests will want next, one each
         i = 0
         while i < len(active):  # not a `for`: preemption shortens the list, from its end
             request = active[i]
             i += 1
             if request.status is Status.PREFILLING:
                 if budget and len(chunks) < self.max_chunks:
-                    budget -= self._chunk(request, budget, chunks)
+                    while not (length := self._chunk(request, budget, chunks)) and self._make_room(i):
+                        pass
+                    budget -= length
             else:
                 position = request.computed
                 ahead = request.max_position - 1 - position  # positions left to sample
                 if ahead > 0:
                     stop = position + (steps if steps < ahead else ahead)
-                    pages = request.pages
-                    index = new_page = 0
-                    if stop > len(pages) * size:
-                        while (got := self.pool.allocate(1)) is None and self._preempt() is not request:
-                            pass
-                        if got is None:
-                            break  # it was the latest arrival itself, so the last of the list
-                        index, new_page = len(pages), got[0]
-                        pages.append(new_page)
-                    rows.append(DecodeRow(request, request.slot, position, new_page, index))
+                    new = self._grow(request, stop, i) if stop > request.due else ()
+                    if new is None:
+                        break  # it was the latest arrival itself, so the last of the list
+                    rows.append(DecodeRow(request, request.slot, position, new))
                     request.computed = stop
                     request.in_flight += 1
-            if len(request.pages) < request.page_limit:
-                reserve += 1
-        while self._waiting and budget and len(chunks) < self.max_chunks:
+        reserve: list[int] | None = None
+        while self._waiting and self._slots and budget and len(chunks) < self.max_chunks:
             request = next(iter(self._waiting))
+            reserve = reserve or self.pages.wanted(active)
             if not self._admit(request, reserve):
                 break
-            if len(request.pages) < request.page_limit:
-                reserve += 1
             budget -= self._chunk(request, budget, chunks)
         plan = StepPlan(tuple(chunks), tuple(rows), steps)
         if chunks or rows:
@@ -186,52 +172,46 @@ class Scheduler:
 
     def check(self) -> None:
         """Asserts the invariants of slots, pages and states. For tests and idle moments: O(pool)."""
-        self.pool.check(page for request in self._active for page in request.pages)
+        self.pages.check(self._active)
         slots = self._slots + [request.slot for request in self._active]
         assert sorted(slots) == list(range(1, self.max_rows + 1)), f"slots lost or doubled: {slots}"
-        held = [page for request in self._active for page in request.pages]
-        assert len(held) == len(set(held)), "a page is held by two requests"
         for request in self._waiting:
             assert request.status is Status.WAITING
-            assert (request.slot, request.pages, request.computed) == (0, [], 0)
+            assert (request.slot, request.pages, request.gone, request.computed) == (0, [], [], 0)
         for request in self._active:
             if request.status is Status.PREFILLING:
                 assert request.computed < request.length
             else:
                 assert request.status is Status.RUNNING
                 assert request.in_flight or request.length - 1 <= request.computed <= request.length
-            assert request.computed <= len(request.pages) * self.pool.page_size
-            assert len(request.pages) <= request.page_limit
             assert request.computed <= max(len(request.prompt), request.max_position - 1)
         assert self._in_flight or not any(request.in_flight for request in self._active)
 
-    def _admit(self, request: Request, reserve: int) -> bool:
+    def _admit(self, request: Request, reserve: list[int]) -> bool:
         """Gives the head of the queue a slot and the pages of all its tokens, if it may start now.
 
-        All pages at once: two prompts that each hold half of their pages could wait for each other for ever.
-        Beyond them one page must be left for every request that will want another, so that who is admitted is
-        not evicted by the next page somebody needs. Nor can a request return in the plan that evicted it:
-        that plan found no page free, and the pages it gave up are fewer than it asks for now. Alone, a
-        request always passes (see `add`).
+        All pages at once, but for those of a window, where that many are enough to go on with. Beyond them one page
+        must be left for every request that will want another (`reserve`, by group), so that who is admitted is not
+        evicted by the next page somebody needs. Nor can a request return in the plan that evicted it: that plan found
+        no page free in some group, and what it gave up there is less than it asks for now. Alone, a request always
+        passes (see `add`).
         """
-        if not self._slots or request.in_flight:  # tokens in flight are part of what has to be recomputed
+        if request.in_flight:  # tokens in flight are part of what has to be recomputed
             return False
-        need = pages_for(request.length, self.pool.page_size)
-        if need + reserve + (need < request.page_limit) > self.pool.free:
+        if not self.pages.admit(request, reserve):
             return False
-        pages = self.pool.allocate(need)
-        assert pages is not None
         del self._waiting[request]
-        request.pages = pages
         request.slot = heapq.heappop(self._slots)
         request.status = Status.PREFILLING
         self._active.append(request)
         return True
 
     def _chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
-        """Plans the next chunk of a prefilling request; returns its length."""
+        """Plans the next chunk of a prefilling request; returns its length, 0 where no page is left for any."""
         start = request.computed
-        length = min(request.length - start, budget)
+        length = self.pages.extend(request, min(request.length, start + budget), self._active) - start
+        if not length:
+            return 0
         final = start + length == request.length
         chunks.append(Chunk(request, request.slot, start, length, final))
         request.computed = start + length
@@ -239,6 +219,24 @@ class Scheduler:
         if final:
             request.status = Status.RUNNING
         return length
+
+    def _grow(self, request: Request, stop: int, planned: int) -> tuple[NewPage, ...] | None:
+        """Pages for a decode call up to `stop`, of whoever holds them; None if it had to be evicted itself."""
+        while (new := self.pages.advance(request, stop)) is None:
+            if not self._make_room(planned):
+                self._preempt()
+                return None
+        return new
+
+    def _make_room(self, planned: int) -> bool:
+        """Frees pages for the last of so many planned requests; False if no later request is left to take them from.
+
+        What the later ones will give back in this plan comes first, then all that the latest of them has.
+        """
+        later = self._active[planned:]
+        if later and not sum(self.pages.leave(request) for request in later):
+            self._preempt()
+        return bool(later)
 
     def _preempt(self) -> Request:
         """Evicts the latest arrival; it will compute prompt and outputs again."""
@@ -253,8 +251,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Gives slot and pages back; see the class on why that is safe with a step in flight."""
-        self.pool.release(request.pages)
-        request.pages = []
+        self.pages.release(request)
         heapq.heappush(self._slots, request.slot)
         request.slot = 0
         request.computed = 0

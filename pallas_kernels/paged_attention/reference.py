@@ -168,7 +168,9 @@ def _walk(q, k_pages, v_pages, page_table, first, last, begin, end, per_block, s
         scores = jnp.where(seen, capped(scores, soft_cap), MASKED)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         probs = jnp.where(seen, jnp.exp(scores - new_top), 0.0)
-        held = (position <= jnp.max(last, axis=2, keepdims=True))[:, :, 0, :, None]  # past it lie others' leftovers
+        # Past the last position and below the first lie others' leftovers.
+        held = (position <= jnp.max(last, axis=2, keepdims=True)) & (position >= jnp.min(first, axis=2, keepdims=True))
+        held = held[:, :, 0, :, None]
         v = jnp.where(held, v, 0).astype(q.dtype)
         weights = probs if v_scales is None else jnp.where(seen, probs * v_scales[:, :, None], 0.0)
         values = jnp.einsum("rkgc,rkch->rkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)

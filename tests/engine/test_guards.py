@@ -126,7 +126,7 @@ def test_the_pool_is_sized_from_memory(engines):
     token = 2 * 2 * 2 * 8 * 4  # layers, k and v, kv heads, head_dim, bytes
     engine = engines.get("llama_plain", kv_pages=None, kv_memory_gb=100 * 8 * token / 2**30)
     assert engine.metrics.pages_total == 99
-    assert engine._runner.catalog.workspace(pages=2) > 0  # what accelerators subtract
+    assert engine._runner.catalog.workspace() > 0  # what accelerators subtract
     full = engines.get("llama_plain", kv_pages=None, max_rows=2)
     assert full.metrics.pages_total == 2 * 128 // 8
     with pytest.raises(ConfigError, match="max_context: 128 tokens need 17 KV pages"):
@@ -182,7 +182,7 @@ def test_broken_logits_fail_their_request_alone(engines, monkeypatch):
     earlier = engine.step() + engine.step()
     broken = engine._outputs[ids[1]]
     slot = next(r.slot for r in engine._by_request if r.id == ids[1])
-    page = next(r.pages[0] for r in engine._by_request if r.id == ids[1])
+    page = next(r.pages[0][0] for r in engine._by_request if r.id == ids[1])
     runner = engine._runner
     runner.kv = (runner.kv[0]._replace(v=Pages(runner.kv[0].v.data.at[page].set(np.nan))),)  # as a faulty kernel would
     outputs, _ = drain(engine, earlier)

@@ -66,7 +66,7 @@ def test_prompt_scores_that_are_no_numbers_fail_their_request_alone(engines, ind
         earlier += engine.step()
     runner = engine._runner
     (pool,) = runner.kv
-    runner.kv = (pool._replace(v=Pages(pool.v.data.at[request.pages[0], :, 0].set(np.nan))),)
+    runner.kv = (pool._replace(v=Pages(pool.v.data.at[request.pages[0][0], :, 0].set(np.nan))),)
     if request.computed < 16:  # its first chunk has not been dispatched, and would write over it
         pytest.fail("the test does not test anything")
     outputs, _ = drain(engine, earlier)

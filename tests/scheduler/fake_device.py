@@ -1,10 +1,11 @@
 """A device and an engine loop that compute nothing but keep every promise of the real ones.
 
-The device's KV pool is a dictionary (page, offset) -> token. A call writes the tokens it is fed there and, to
-sample, reads the whole sequence back through the row's page table: the next token is a hash of what it read.
-A page given to two requests, a position planned twice or not at all, a resumed request fed the wrong tokens:
-each makes the device read something else than the request's tokens, which is asserted, and sample something
-else than a run of the request alone, which tests compare. Results are read one step late.
+The device's KV pool is a dictionary (group, page, offset) -> token. A call first writes all tokens it is fed, in every
+page group, and then reads, for each of them, all that its query sees through the row's page tables: the next token is
+a hash of what it read. A page given to two requests or back too early, a position planned twice or not at all, a
+resumed request fed the wrong tokens: each makes the device read something else than the request's tokens, which is
+asserted, and sample something else than a run of the request alone, which tests compare. Results are read one step
+late.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import zlib
 from collections.abc import Sequence
 
 from jinfer.config import SamplingParams
+from jinfer.kv import PagePool, pages_touched
 from jinfer.scheduler import Request, Scheduler, Status, StepPlan, position_limit
 
 VOCAB = 64  # ids fit a byte
@@ -28,11 +30,11 @@ def make_request(name: str, prompt: list[int], *, max_tokens: int | None, contex
                    max_position=limit, stop_ids=stop_ids, seed=seed)
 
 
-def alone(request: Request, host_stop: int | None = None) -> list[int]:
-    """Outputs of a request that nothing interrupts."""
+def alone(request: Request, host_stop: int | None = None, sees: int | None = None) -> list[int]:
+    """Outputs of a request that nothing interrupts; sees: the largest window, None for everything."""
     tokens = list(request.prompt)
     while len(tokens) < request.max_position:
-        token = next_token(request.seed, tokens)
+        token = next_token(request.seed, tokens[-sees:] if sees else tokens)
         tokens.append(token)
         if token in request.stop_ids or token == host_stop:
             break
@@ -44,7 +46,7 @@ class Row:
     """What the device knows of a slot."""
 
     owner: Request
-    table: list[int]
+    tables: list[list[int]]
     history: list[int]  # tokens whose KV is written, as the device was fed them
     last: int = -1
     stopped: bool = False
@@ -53,68 +55,85 @@ class Row:
 class FakeDevice:
     """Runs plans in the order of dispatch, at once; the caller keeps the results for a step."""
 
-    def __init__(self, page_size: int, *, decode_first: bool = False):
-        self.page_size = page_size
+    def __init__(self, pools: Sequence[PagePool], *, decode_first: bool = False):
+        self.page_size = pools[0].page_size
+        self.windows = [pool.window for pool in pools]
         self.decode_first = decode_first
-        self.kv: dict[tuple[int, int], int] = {}
+        self.kv: dict[tuple[int, int, int], int] = {}
         self.rows: dict[int, Row] = {}
 
     def dispatch(self, plan: StepPlan) -> tuple[list[list[int]], list[list[int]]]:
         """Tokens sampled for each chunk and each row."""
-        pages = [page for part in (*plan.chunks, *plan.rows) for page in part.request.pages]
-        assert len(pages) == len(set(pages)), "two requests of a plan share a page"
+        for g in range(len(self.windows)):
+            pages = [page for part in (*plan.chunks, *plan.rows) for page in part.request.pages[g] if page]
+            assert len(pages) == len(set(pages)), "two requests of a plan share a page"
         if self.decode_first:
             decoded = self._decode(plan)
             return self._prefill(plan), decoded
         return self._prefill(plan), self._decode(plan)
 
     def _prefill(self, plan: StepPlan) -> list[list[int]]:
-        results = []
         for chunk in plan.chunks:
             request = chunk.request
             if chunk.start == 0:
-                self.rows[chunk.slot] = Row(request, list(request.pages), [])
+                self.rows[chunk.slot] = Row(request, [], [])
             row = self.rows[chunk.slot]
             assert row.owner is request
             assert len(row.history) == chunk.start, "a chunk does not continue the one before"
+            row.tables = [list(pages) for pages in request.pages]
             tokens = request.tokens(chunk.start, chunk.start + chunk.length)
             assert len(tokens) == chunk.length > 0
             for token in tokens:
                 self._write(row, token)
             assert chunk.final == (len(row.history) == len(request.prompt) + len(request.outputs))
-            results.append([self._sample(row)] if chunk.samples else [])
+        results = []
+        for chunk in plan.chunks:
+            row = self.rows[chunk.slot]
+            seen = [self._read(row, stop) for stop in range(chunk.start + 1, chunk.start + chunk.length + 1)]
+            results.append([self._sample(row, seen[-1])] if chunk.samples else [])
         return results
 
     def _decode(self, plan: StepPlan) -> list[list[int]]:
-        results = []
-        for planned in plan.rows:
-            row = self.rows[planned.slot]
+        results: list[list[int]] = [[] for _ in plan.rows]
+        rows = [self.rows[planned.slot] for planned in plan.rows]
+        for planned, row in zip(plan.rows, rows, strict=True):
             assert row.owner is planned.request
-            if planned.new_page:
-                assert planned.new_page_index == len(row.table), "a page is put into a hole of the table"
-                row.table.append(planned.new_page)
-            assert row.table == planned.request.pages
+            for g, index, page in planned.new_pages:
+                assert index == len(row.tables[g]), "a page is put into a hole of the table"
+                row.tables[g].append(page)
+            for known, pages in zip(row.tables, planned.request.pages, strict=True):  # but for those given back
+                assert all(page in (0, mine) for page, mine in zip(pages, known, strict=True))
             assert row.stopped or planned.position == len(row.history), "the host is wrong about the position"
-            sampled: list[int] = []
-            while len(sampled) < plan.steps and not row.stopped:
+        for _ in range(plan.steps):
+            running = [(row, sampled) for row, sampled in zip(rows, results, strict=True) if not row.stopped]
+            for row, _ in running:
                 self._write(row, row.last)
-                sampled.append(self._sample(row))
-            results.append(sampled)
+            for row, sampled in running:
+                sampled.append(self._sample(row, self._read(row, len(row.history))))
         return results
 
     def _write(self, row: Row, token: int) -> None:
-        page, offset = divmod(len(row.history), self.page_size)
-        assert page < len(row.table), "a position without a page"
-        assert row.table[page] > 0, "a write to the null page"
-        self.kv[row.table[page], offset] = token
+        index, offset = divmod(len(row.history), self.page_size)
+        for g, table in enumerate(row.tables):
+            assert index < len(table), "a position without a page"
+            assert table[index] > 0, "a write to the null page"
+            self.kv[g, table[index], offset] = token
         row.history.append(token)
 
-    def _sample(self, row: Row) -> int:
-        size = self.page_size
-        seen = [self.kv[row.table[i // size], i % size] for i in range(len(row.history))]
-        assert seen == row.history, "the pages of a request hold something else than its tokens"
+    def _read(self, row: Row, stop: int) -> list[int]:
+        """What the query at stop - 1 sees: in every group the row's own tokens, returned for the longest of them."""
+        most: list[int] = []
+        for g, (table, window) in enumerate(zip(row.tables, self.windows, strict=True)):
+            start = max(0, stop - window) if window else 0
+            places = (divmod(i, self.page_size) for i in range(start, stop))
+            seen = [self.kv[g, table[index], offset] for index, offset in places]
+            assert seen == row.history[start:stop], "the pages of a request hold something else than its tokens"
+            most = max(most, seen, key=len)
+        return most
+
+    def _sample(self, row: Row, seen: list[int]) -> int:
         row.last = next_token(row.owner.seed, seen)
-        row.stopped = row.last in row.owner.stop_ids or len(seen) + 1 == row.owner.max_position
+        row.stopped = row.last in row.owner.stop_ids or len(row.history) + 1 == row.owner.max_position
         return row.last
 
 
@@ -123,7 +142,7 @@ class Loop:
 
     def __init__(self, scheduler: Scheduler, *, decode_first: bool = False):
         self.scheduler = scheduler
-        self.device = FakeDevice(scheduler.pool.page_size, decode_first=decode_first)
+        self.device = FakeDevice(scheduler.pages.pools, decode_first=decode_first)
         self.pending: tuple[StepPlan, tuple[list[list[int]], list[list[int]]]] | None = None
         self.steps = 0
         self.started: list[Request] = []  # in order of their first chunk
@@ -183,8 +202,22 @@ class Loop:
         assert len(set(slots)) == len(slots) <= scheduler.max_rows
         assert all(1 <= slot <= scheduler.max_rows for slot in slots)
         for chunk in plan.chunks:
+            self._holds_its_window(chunk.request, chunk.start, chunk.length)
+        for row in plan.rows:
+            self._holds_its_window(row.request, row.position, scheduler.decode_steps)
+        for chunk in plan.chunks:
             if chunk.start == 0 and not chunk.request.preemptions:
                 self.started.append(chunk.request)
+
+    def _holds_its_window(self, request: Request, position: int, queries: int) -> None:
+        """No page that lies below the window of the next call, and never more than it and a call of its kind need."""
+        for pool, pages in zip(self.scheduler.pages.pools, request.pages, strict=True):
+            if pool.window:
+                below = max(0, position - pool.window + 1) // pool.page_size
+                assert not any(pages[:below]), "a page is held past its window"
+                assert all(pages[below:]), "a page of the window is gone"
+                queries = max(queries, self.scheduler.decode_steps)
+                assert len(pages) - below <= pages_touched(pool.window + queries - 1, pool.page_size)
 
 
 def most_steps(requests: Sequence[Request], scheduler: Scheduler) -> int:

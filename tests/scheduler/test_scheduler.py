@@ -12,7 +12,7 @@ CONTEXT = 256
 
 def make(pages=64, page_size=8, **limits) -> tuple[Scheduler, Loop]:
     options = {"max_rows": 8, "max_context": CONTEXT, "prefill_tokens": 64, "max_chunks": 8} | limits
-    scheduler = Scheduler(PagePool(pages + 1, page_size), **options)
+    scheduler = Scheduler([PagePool(pages + 1, page_size)], **options)
     return scheduler, Loop(scheduler)
 
 
@@ -34,7 +34,7 @@ def finish_all(scheduler: Scheduler, loop: Loop, requests: list[Request]) -> Non
     for request in requests:
         assert request.outputs == alone(request)
         assert request.status is Status.FINISHED
-    assert scheduler.pool.held == 0
+    assert scheduler.pages.pools[0].held == 0
 
 
 # Limits of length
@@ -124,7 +124,7 @@ def test_a_long_prompt_is_cut_beside_decode_rows():
     assert first.rows == ()
     second = loop.step()  # decodes a token the host has not seen
     assert [(c.request, c.start, c.length, c.final) for c in second.chunks] == [(long, 6, 16, False)]
-    assert second.rows == (DecodeRow(short, short.slot, 10, 0, 0),)
+    assert second.rows == (DecodeRow(short, short.slot, 10),)
     third, fourth = loop.step(), loop.step()
     assert [(c.start, c.length, c.final) for c in third.chunks + fourth.chunks] == [
         (22, 16, False), (38, 2, True)]
@@ -146,14 +146,13 @@ def test_a_row_takes_a_page_when_it_crosses_into_it():
     scheduler, loop = make(page_size=8, decode_steps=4)
     (request,) = queue(scheduler, [7], max_tokens=20)
     loop.step()
-    assert len(request.pages) == 1
+    assert [len(pages) for pages in request.pages] == [1]
     (row,) = loop.step().rows  # writes positions 7..10
-    assert (row.position, row.new_page_index) == (7, 1)
-    assert row.new_page == request.pages[1]
+    assert (row.position, row.new_pages) == (7, ((0, 1, request.pages[0][1]),))
     (row,) = loop.step().rows  # 11..14
-    assert (row.position, row.new_page, row.new_page_index) == (11, 0, 0)
+    assert (row.position, row.new_pages) == (11, ())
     (row,) = loop.step().rows  # 15..18
-    assert (row.position, row.new_page_index) == (15, 2)
+    assert (row.position, row.new_pages) == (15, ((0, 2, request.pages[0][2]),))
     finish_all(scheduler, loop, [request])
 
 
@@ -162,7 +161,7 @@ def test_no_page_for_the_last_token_and_no_row_past_it():
     (request,) = queue(scheduler, [7], max_tokens=2)  # positions 7 and 8; only 7 is written
     loop.step()
     (row,) = loop.step().rows
-    assert (row.position, row.new_page) == (7, 0)
+    assert (row.position, row.new_pages) == (7, ())
     assert loop.scheduler.plan().empty  # everything it may sample is dispatched
     finish_all(scheduler, loop, [request])
     assert request.page_limit == 1
@@ -278,7 +277,7 @@ def test_requests_that_each_need_the_whole_pool_run_one_after_another():
     scheduler, loop = make(pages=5, page_size=4, decode_steps=3)
     requests = queue(scheduler, [1, 2, 3, 4, 5], max_tokens=16)
     finish_all(scheduler, loop, requests)
-    assert scheduler.pool.peak == 5
+    assert scheduler.pages.pools[0].peak == 5
 
 
 # Cancellation (case C19)
@@ -323,7 +322,7 @@ def test_cancel_in_every_state_gives_everything_back(state):
     scheduler, loop = make(pages=14 if state == "preempted" else 25)
     request = cancelled_in(state, scheduler, loop)
     assert request.finish_reason == ("length" if state == "finished" else "cancelled")
-    assert (scheduler.waiting, scheduler.running, scheduler.pool.held) == (0, 0, 0)
+    assert (scheduler.waiting, scheduler.running, scheduler.pages.pools[0].held) == (0, 0, 0)
     scheduler.check()
     known = list(request.outputs)
     loop.step()  # the dispatch in flight comes in, and is dropped
@@ -357,7 +356,7 @@ def test_cancelling_does_not_disturb_others_two_hundred_times():
         scheduler.check()
         assert scheduler.waiting + scheduler.running == (steady.status is not Status.FINISHED)
     finish_all(scheduler, loop, [steady])
-    assert scheduler.pool.free == 30
+    assert scheduler.pages.pools[0].free == 30
     finish_all(scheduler, loop, queue(scheduler, [220], max_tokens=20))  # the whole pool once more
 
 

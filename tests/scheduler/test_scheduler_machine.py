@@ -8,20 +8,29 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from jinfer.errors import CapacityError
-from jinfer.kv import PagePool
+from jinfer.kv import PagePool, pages_for, window_pages
 from jinfer.scheduler import Request, Scheduler, Status
 from tests.scheduler.fake_device import VOCAB, Loop, alone, make_request, most_steps
+
+WINDOWS = [(None,), (1,), (7,), (None, 8), (None, 3, 16), (5, 12)]
+
+
+def sees(windows):
+    """The longest window; None for everything."""
+    return None if None in windows else max(windows)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
 
-    @initialize(page_size=st.sampled_from([1, 2, 4, 8]), pages=st.integers(4, 24), rows=st.integers(1, 6),
-                prefill_tokens=st.sampled_from([1, 5, 16, 64]), max_chunks=st.integers(1, 4),
+    @initialize(page_size=st.sampled_from([1, 2, 4, 8]), windows=st.sampled_from(WINDOWS), data=st.data(),
+                rows=st.integers(1, 6), prefill_tokens=st.sampled_from([1, 5, 16, 64]), max_chunks=st.integers(1, 4),
                 steps=st.integers(1, 4), decode_first=st.booleans())
-    def start(self, page_size, pages, rows, prefill_tokens, max_chunks, steps, decode_first):
-        self.pool = PagePool(pages + 1, page_size)
-        self.scheduler = Scheduler(self.pool, max_rows=rows, max_context=48, prefill_tokens=prefill_tokens,
-                                   max_chunks=max_chunks, decode_steps=min(steps, page_size))
+    def start(self, page_size, windows, data, rows, prefill_tokens, max_chunks, steps, decode_first):
+        self.steps = min(steps, page_size)
+        self.pools = [PagePool(data.draw(st.integers(4, 24)) + 1, page_size, window) for window in windows]
+        self.sees = sees(windows)
+        self.scheduler = Scheduler(self.pools, max_rows=rows, max_context=48, prefill_tokens=prefill_tokens,
+                                   max_chunks=max_chunks, decode_steps=self.steps)
         self.loop = Loop(self.scheduler, decode_first=decode_first)
         self.requests: list[Request] = []
 
@@ -33,8 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for index in range(n):
             request = make_request(f"r{len(self.requests)}", tokens, max_tokens=max_tokens, context=48,
                                    seed=seed + index, stop_ids=ends, index=index)
-            last = max(prompt, request.max_position - 1)
-            if last > (self.pool.num_pages - 1) * self.pool.page_size:
+            if not self.fits(max(prompt, request.max_position - 1)):
                 with pytest.raises(CapacityError):
                     self.scheduler.add(request)
                 continue
@@ -42,6 +50,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.requests.append(request)
             if host_stop is not None:
                 self.loop.host_stops[request] = host_stop
+
+    def fits(self, positions):
+        def need(pool):
+            whole = pages_for(positions, pool.page_size)
+            return min(whole, window_pages(pool.window, pool.page_size, self.steps) or whole)
+
+        return all(need(pool) < pool.num_pages for pool in self.pools)
 
     @rule(count=st.integers(1, 6))
     def step(self, count):
@@ -80,13 +95,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         live = live_requests(self.requests)
         self.loop.run(most_steps(live, self.scheduler))
-        assert self.pool.free == self.pool.num_pages - 1
+        assert all(pool.free == pool.num_pages - 1 for pool in self.pools)
         assert (self.scheduler.waiting, self.scheduler.running) == (0, 0)
         order = {id(request): i for i, request in enumerate(self.requests)}
         first = [order[id(request)] for request in self.loop.started]
         assert first == sorted(first), "not first come, first served"
         for request in self.requests:
-            expected = alone(request, self.loop.host_stops.get(request))
+            expected = alone(request, self.loop.host_stops.get(request), self.sees)
             if request.finish_reason == "cancelled":
                 assert request.outputs == expected[:len(request.outputs)]
             else:
@@ -103,17 +118,20 @@ TestScheduler.settings = settings(max_examples=120, stateful_step_count=50, dead
 
 
 @pytest.mark.parametrize("late", [True, False], ids=["late", "at once"])
-@pytest.mark.parametrize("seed", range(6))
-def test_a_long_crowded_run(seed, late):
+@pytest.mark.parametrize("windows", [(None,), (9,), (None, 6), (None, 3, 16)], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_crowded_run(seed, windows, late):
     """Hypothesis likes short and simple lives; this one is long, and short of pages all the time."""
     random = Random(seed)
     page_size = random.choice([2, 4, 8])
-    pool = PagePool(48 // page_size + random.randint(1, 8), page_size)
-    scheduler = Scheduler(pool, max_rows=6, max_context=48, prefill_tokens=random.choice([4, 16, 48]),
-                          max_chunks=3, decode_steps=random.randint(1, page_size))
+    steps = random.randint(1, page_size)
+    pools = [PagePool((window_pages(window, page_size, steps) or 48 // page_size) + random.randint(1, 8), page_size, window)
+             for window in windows]
+    scheduler = Scheduler(pools, max_rows=6, max_context=48, prefill_tokens=random.choice([4, 16, 48]),
+                          max_chunks=3, decode_steps=steps)
     loop = Loop(scheduler, decode_first=bool(seed % 2))
     requests: list[Request] = []
-    for _ in range(4000):
+    for _ in range(3000):
         operation = random.random()
         if operation < 0.15 and scheduler.waiting < 8:
             prompt = [random.randrange(VOCAB) for _ in range(random.randint(1, 30))]
@@ -129,9 +147,9 @@ def test_a_long_crowded_run(seed, late):
                 loop.collect()
         scheduler.check()
     loop.run(most_steps(live_requests(requests), scheduler))
-    assert scheduler.preemptions > 10
-    assert pool.held == 0
+    assert scheduler.preemptions > (10 if windows == (None,) else 0) or len(windows) > 2
+    assert all(pool.held == 0 for pool in pools)
     for request in requests:
-        whole = request.finish_reason != "cancelled"
-        expected = alone(request)
-        assert request.outputs == (expected if whole else expected[:len(request.outputs)])
+        ended = request.finish_reason != "cancelled"
+        expected = alone(request, sees=sees(windows))
+        assert request.outputs == (expected if ended else expected[:len(request.outputs)])

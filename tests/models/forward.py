@@ -1,4 +1,6 @@
-"""A whole forward pass outside the engine: one chunk over fresh pages, logits of every position."""
+"""A whole forward pass outside the engine: chunks over fresh pages, logits of every position."""
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +19,31 @@ from pallas_kernels import Pages
 PAGE = 16
 
 
-def forward(config: ModelConfig, reader, ids: list[int], *, dtype: str = "float32", quantization: str | None = None,
-            tensor: int = 1) -> np.ndarray:
-    """Logits [T, V] float32 of a prompt seen as one chunk."""
+# Compiles in two thirds of the time. XLA's own debugging options, so for what a test asks of them only.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def forward(config: ModelConfig, reader, ids: list[int], **options) -> np.ndarray:
+    """Logits [T, V] float32 of a prompt seen as one chunk; options as of `forward_all`."""
+    return forward_all(config, reader, [ids], **options)[0]
+
+
+def forward_all(config: ModelConfig, reader, prompts: Sequence[list[int]], *, dtype: str = "float32",
+                quantization: str | None = None, tensor: int = 1, quick: bool = False) -> list[np.ndarray]:
+    """Logits [T, V] float32 of each prompt, all of them packed in one call; quick: see QUICK."""
     layout = Layout.build(LayoutConfig(mesh={"tensor": tensor}))
     precision = Precision.of(dtype, quantization)
     graph, abstract = nnx.split(build_model(config, layout, precision))
     parameters, treedef = jax.tree.flatten(abstract)
     check_names(parameters, reader, tied_head=config.tie_embeddings)
     weights = place(parameters, reader, layout)
-    count = len(ids)
-    pages = -(-count // PAGE)
-    positions = jnp.arange(count, dtype=jnp.int32)
+    lengths = [len(ids) for ids in prompts]
+    width = -(-max(lengths) // PAGE)  # pages of a row of the table
+    pages = len(prompts) * width
+    starts = np.cumsum([0, *lengths]).astype(np.int32)
+    positions = jnp.asarray(np.concatenate([np.arange(n) for n in lengths]), jnp.int32)
+    table = jnp.arange(1, pages + 1, dtype=jnp.int32).reshape(len(prompts), width)
 
-    @jax.jit
     def run(weights, tokens):
         def pool(layers: int) -> Pages:
             shape = (layers * (pages + 1), layout.kv_heads(config), PAGE, config.cache_width)
@@ -38,11 +51,12 @@ def forward(config: ModelConfig, reader, ids: list[int], *, dtype: str = "float3
 
         groups = [len(group.layers) for group in page_groups(config.layer_kinds)]
         kv = tuple(KVPages(pool(layers), None if config.latent else pool(layers)) for layers in groups)
-        rotary = rotary_tables(config, positions, jnp.full(count, count, jnp.int32))
-        table = jnp.arange(1, pages + 1, dtype=jnp.int32)[None]
-        step = StepContext(rotary, (table,) * len(groups), jnp.array([0, count], jnp.int32), jnp.array([count], jnp.int32))
+        rotary = rotary_tables(config, positions, jnp.asarray(np.repeat(lengths, lengths), jnp.int32))
+        step = StepContext(rotary, (table,) * len(groups), jnp.asarray(starts), jnp.asarray(lengths, jnp.int32))
         model = nnx.merge(graph, jax.tree.unflatten(treedef, weights))
         hidden, _ = model(tokens, kv, step, decode=False)
         return model.logits(hidden)[:, : config.vocab_size]
 
-    return np.asarray(run(weights, jnp.asarray(ids, jnp.int32)))
+    tokens = jnp.asarray(np.concatenate(prompts), jnp.int32)
+    logits = np.asarray(jax.jit(run, compiler_options=QUICK if quick else None)(weights, tokens))
+    return np.split(logits, starts[1:-1])

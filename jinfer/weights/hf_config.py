@@ -20,6 +20,8 @@ def read_hf_config(folder: Path) -> ModelConfig:
     main = Section(folder / "config.json")
     architecture = _architecture(main)
     architecture.refuse_other_options(main)
+    main = Section(main.path, architecture.shapes | {k: v for k, v in main.data.items() if v is not None
+                                                     or k not in architecture.shapes})
     read_storage(main)  # packed weights of an unknown kind are refused here
     heads = main.integer("num_attention_heads")
     positions = main.integer("max_position_embeddings")

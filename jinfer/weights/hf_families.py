@@ -7,7 +7,7 @@ with it.
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jinfer.config.model import Activation, LatentConfig
@@ -34,6 +34,7 @@ class Architecture:
     reads: the options of `_OFF` that it has.
     kv_heads: K of files without one; None is one for each query head.
     norm_eps, tied, bos, eos: of files without one.
+    shapes: keys that published files leave out, and their values.
     """
 
     family: str
@@ -45,6 +46,7 @@ class Architecture:
     tied: bool = False
     bos: tuple[int, ...] = ()
     eos: tuple[int, ...] = ()
+    shapes: dict[str, int] = field(default_factory=dict)
 
     def refuse_other_options(self, main: Section) -> None:
         """ConfigError for an option that the architecture does not have and that is not switched off."""
@@ -221,7 +223,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GemmaForCausalLM": Architecture("gemma", "gemma", _gemma, kv_heads=16, tied=True, bos=(2,), eos=(1,)),
     "Gemma2ForCausalLM": Architecture("gemma2", "gemma2", _gemma2, _CAPS, kv_heads=4, tied=True, bos=(2,), eos=(1,)),
     "Gemma3ForCausalLM": Architecture("gemma3", "gemma3_text", _gemma3, _CAPS, kv_heads=4, tied=True, bos=(2,),
-                                      eos=(1,)),
+                                      eos=(1,), shapes={"vocab_size": 262_208, "num_attention_heads": 8,
+                                                        "max_position_embeddings": 131_072}),
     "Phi3ForCausalLM": Architecture("phi3", "phi3", _phi3, norm_eps=1e-5, bos=(1,), eos=(32000,)),
     "Olmo2ForCausalLM": Architecture("olmo2", "olmo2", _olmo2, norm_eps=1e-5, eos=(50279,)),
     "GptOssForCausalLM": Architecture("gpt_oss", "gpt_oss", _gpt_oss, kv_heads=8, norm_eps=1e-5),

@@ -38,17 +38,6 @@ def test_layout_files_load(name):
     assert layout.mesh["tensor"] == (1 if name == "single" else int(name.removeprefix("tp")))
 
 
-@pytest.mark.parametrize(("name", "millions"), [
-    ("smollm2-135m", 134.5), ("llama-3.1-8b", 8030.3), ("llama-3.1-70b", 70553.7), ("mistral-7b", 7241.7)])
-def test_model_files_have_the_published_sizes(name, millions):
-    assert set(config_names("models")) == {"smollm2-135m", "llama-3.1-8b", "llama-3.1-70b", "mistral-7b"}
-    c = load_config(ModelConfig, name)
-    attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
-    layer = attention + 3 * c.hidden_size * c.intermediate_size + 2 * c.hidden_size
-    tables = c.vocab_size * c.hidden_size * (1 if c.tie_embeddings else 2)
-    assert (layer * c.num_layers + tables + c.hidden_size) / 1e6 == pytest.approx(millions, abs=0.1)
-
-
 def test_model_numbers_have_their_types():
     config = load_config(ModelConfig, "smollm2-135m")
     assert config.norm_eps == 1e-5  # YAML 1.1 reads 1e-5 as a string

@@ -141,6 +141,9 @@ CASES = [
     ("Gemma3ForCausalLM", {"_sliding_window_pattern": 2, "rope_local_base_freq": 500.0},
      {"layers": (LayerConfig(window=4096, local_rope=True), LayerConfig()),
       "local_rope": RopeConfig(theta=500.0, original_context=128)}),
+    ("Gemma3ForCausalLM", {"vocab_size": ..., "max_position_embeddings": ..., "num_attention_heads": ...,
+                           "num_key_value_heads": ...},  # as in the files of Gemma 3 4B and larger
+     {"vocab_size": 262208, "max_context": 131072, "num_heads": 8, "num_kv_heads": 4}),
     ("Phi3ForCausalLM", {"rope_scaling": {"type": "yarn", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
                          "max_position_embeddings": 8192},
      {"rope": RopeConfig(kind="longrope", factor=2.0, original_context=4096, short_factors=(1.0,) * 4,

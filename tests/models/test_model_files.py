@@ -1,5 +1,7 @@
 """Every file of configs/models builds, abstractly, the number of parameters that was published."""
 
+import dataclasses
+import json
 import math
 
 import jax
@@ -11,6 +13,8 @@ from jinfer.config.loading import config_names, load_config
 from jinfer.models import FAMILIES, build_model
 from jinfer.models.parameter import Precision
 from jinfer.sharding import Layout
+from jinfer.weights.hf_config import read_hf_config
+from jinfer.weights.hf_write import hf_config
 
 # Elements of all tensors of the published checkpoints, in millions; DeepSeek-V3 without its further layer,
 # Gemma 3 27B without what reads images.
@@ -39,3 +43,15 @@ def test_published_sizes(name):
         sources.update(parameter.sources)
     assert sum(math.prod(shape) for shape in sources.values()) / 1e6 == pytest.approx(MILLIONS[name], abs=0.06)
     assert len(config.layer_kinds) == config.num_layers
+
+
+@pytest.mark.parametrize("name", MILLIONS)
+def test_values_derived_from_others_are_those_a_reader_derives(name, tmp_path):
+    config = load_config(ModelConfig, name)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(config, "bfloat16")))
+    read = read_hf_config(tmp_path)
+    if config.rope.original_context == 0:  # of no meaning to this kind of rope
+        read = dataclasses.replace(read, rope=dataclasses.replace(read.rope, original_context=0))
+    if config.local_rope:
+        read = dataclasses.replace(read, local_rope=config.local_rope)
+    assert read == config

@@ -38,7 +38,6 @@ def longer_factors(config):
 # model, what is switched off, and tensors that then are of no use
 MUTANTS = [
     ("llama_plain", set_to(norm_eps=1e-2), ""),
-    ("llama_plain", set_to(activation="gelu_tanh"), ""),
     ("llama_bias", set_to(qkv_bias=False, o_bias=False), "attn.*bias"),
     ("llama_bias", set_to(mlp_bias=False), "mlp.*bias"),
     ("llama_theta5e5", with_rope(theta=1e4), ""),
@@ -58,7 +57,6 @@ MUTANTS = [
     ("gemma2", set_to(final_soft_cap=None), ""),
     ("gemma2", set_to(query_scale=None), ""),
     ("gemma2", with_layers(window=None), ""),
-    ("gemma2", with_layers(window=8), ""),
     ("gemma3", lambda config: {"local_rope": config.rope}, ""),
     ("gemma3", set_to(qk_norm=None), "attn.*norm"),
     ("gemma3_linear", with_rope(kind="default"), ""),
@@ -68,11 +66,8 @@ MUTANTS = [
     ("phi4", longer_factors, ""),
     ("olmo2", set_to(qk_norm=None), "attn.*norm"),
     ("mixtral", with_experts(normalise=False), ""),
-    ("mixtral", with_experts(active=1), ""),
     ("qwen3_moe_norm", with_experts(normalise=False), ""),
-    ("qwen3_moe_nonorm", with_experts(normalise=True), ""),
     ("gpt_oss", set_to(sinks=False), "attn.*sinks"),
-    ("gpt_oss", with_layers(window=None), ""),
     ("gpt_oss", set_to(swiglu_limit=1e9), ""),
     ("gpt_oss", with_experts(router_bias=False), "router.*bias"),
     ("gpt_oss", with_experts(bias=False), "experts.*bias"),

@@ -2,6 +2,9 @@
 """Perplexity of a text under a configuration: windows scored one by one, positions 1.. of each.
 
     .venv/bin/python scripts/perplexity.py TEXT.txt --set quantization=int8
+    .venv/bin/python scripts/perplexity.py TEXT.txt --model gemma3-270m --set dtype=float32
+
+Before each window stands a beginning-of-sequence token if the tokenizer puts one first; all of the window is scored then.
 """
 
 import argparse
@@ -24,7 +27,8 @@ def main() -> None:
     with LLM(options.model, config) as llm:
         assert llm.tokenizer is not None
         ids = llm.tokenizer.encode(options.text.read_text(), add_special=False)
-        parts = [ids[i * options.window : (i + 1) * options.window] for i in range(options.windows)]
+        first = list(llm.tokenizer.prefix)
+        parts = [[*first, *ids[i * options.window : (i + 1) * options.window]] for i in range(options.windows)]
         entries = [e for output in llm.score(parts) for e in (output.prompt_logprobs or [])[1:]]
         nll = -sum(e.logprob for e in entries if e.logprob is not None) / len(entries)
         print(f"{options.text.name}: nll {nll:.5f}, perplexity {math.exp(nll):.2f} over {len(entries)} tokens")

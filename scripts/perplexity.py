@@ -4,7 +4,7 @@
     .venv/bin/python scripts/perplexity.py TEXT.txt --set quantization=int8
     .venv/bin/python scripts/perplexity.py TEXT.txt --model gemma3-270m --set dtype=float32
 
-Before each window stands a beginning-of-sequence token if the tokenizer puts one first; all of the window is scored then.
+If the tokenizer puts a beginning-of-sequence token first, one stands before each window, all of which is scored then.
 """
 
 import argparse

@@ -4,7 +4,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from jinfer.errors import ConfigError
+
+
+def as_written(value: float) -> float:
+    """The shortest decimal of a number kept in float32: what the converter was given."""
+    return float(str(np.float32(value))) if float(np.float32(value)) == value else value
 
 
 class Keys:
@@ -29,7 +36,7 @@ class Keys:
         return self._typed(name, default, int, "a whole number")
 
     def number(self, name: str, default: float | None = None) -> float:
-        return float(self._typed(name, default, int | float, "a number"))
+        return as_written(float(self._typed(name, default, int | float, "a number")))
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name)

@@ -8,7 +8,7 @@ import numpy as np
 
 from jinfer.config.model import RopeConfig
 from jinfer.errors import CheckpointError
-from jinfer.weights.gguf_keys import Keys
+from jinfer.weights.gguf_keys import Keys, as_written
 
 _SCALING = ("type", "factor", "attn_factor", "original_context_length", "finetuned", "yarn_beta_fast",
             "yarn_beta_slow", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier", "alpha")
@@ -85,7 +85,7 @@ def _longrope(keys: Keys, rope: RopeConfig, context: int, lanes: int,
     stored = rope.attention_factor
     # float32 in the file: what the context lengths tell is the exact one
     same = stored is None or math.isclose(stored, derived, rel_tol=1e-6)
-    short, long = (tuple(float(x) for x in factors[name].reshape(-1)) for name in ("short", "long"))
+    short, long = (tuple(as_written(float(x)) for x in factors[name].reshape(-1)) for name in ("short", "long"))
     return dataclasses.replace(rope, factor=factor, attention_factor=None if same else stored,
                                short_factors=short, long_factors=long)
 

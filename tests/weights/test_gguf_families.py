@@ -1,7 +1,6 @@
 """GGUF files of every architecture: configuration and tensors as their Hugging Face folders have them."""
 
 import dataclasses
-import math
 from pathlib import Path
 
 import gguf
@@ -9,54 +8,31 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jinfer.config.model import ExpertsConfig, LayerConfig, ModelConfig, RopeConfig
+from jinfer.config.model import ExpertsConfig, LayerConfig, RopeConfig
 from jinfer.errors import CheckpointError, ConfigError
 from jinfer.weights import open_checkpoint
 from jinfer.weights.gguf_config import read_gguf_config
 from jinfer.weights.gguf_meta import GgufHead, GgufTensor
+from jinfer.weights.hf_config import read_hf_config
 from tests.weights.gguf_files import write_gguf
-from tests.weights.gguf_models import convert, convert_folder
+from tests.weights.gguf_models import convert_folder
 
 MODELS = Path(__file__).parents[1] / "data/models"
-BASE = ModelConfig(vocab_size=275, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
-                   head_dim=8, max_context=128, rope=RopeConfig(original_context=128), bos_id=256, eos_ids=(257,))
-LOCAL, FULL = LayerConfig(count=5, window=8, local_rope=True), LayerConfig()
-GEMMA = {"head_dim": 16, "activation": "gelu_tanh", "norm_eps": 1e-6, "tie_embeddings": True, "query_scale": 0.25}
-GEMMA3 = dataclasses.replace(
-    BASE, **GEMMA, family="gemma3", num_layers=6, layers=(LOCAL, FULL), qk_norm="head",
-    rope=RopeConfig(theta=1e6, original_context=128), local_rope=RopeConfig(original_context=128))
-MOE = dataclasses.replace(BASE, family="qwen3_moe", head_dim=16, qk_norm="head",
-                          experts=ExpertsConfig(count=8, active=2, intermediate_size=24))
-WANTED = {
-    "llama_bias": dataclasses.replace(BASE, qkv_bias=True, o_bias=True, mlp_bias=True),
-    "mixtral": dataclasses.replace(BASE, family="mixtral",
-                                   experts=ExpertsConfig(count=4, active=2, intermediate_size=48)),
-    "qwen2": dataclasses.replace(BASE, qkv_bias=True),
-    "qwen3": dataclasses.replace(BASE, head_dim=16, qk_norm="head"),
-    "qwen3_moe_norm": MOE,
-    # llama.cpp has no key for it in this architecture; ours is read where a file has it
-    "qwen3_moe_nonorm": dataclasses.replace(MOE, experts=dataclasses.replace(MOE.experts, normalise=False)),
-    "gemma2": dataclasses.replace(
-        BASE, **GEMMA, family="gemma2", layers=(LayerConfig(window=8), FULL), attention_soft_cap=2.0,
-        final_soft_cap=3.0),
-    "gemma3": GEMMA3,
-    "gemma3_linear": dataclasses.replace(
-        GEMMA3, rope=RopeConfig(theta=1e6, kind="linear", factor=4.0, original_context=128)),
-    "phi3_partial": dataclasses.replace(BASE, family="phi3", rope=RopeConfig(original_context=128, partial=0.5)),
-}
+FULL = LayerConfig()
+NAMES = ("llama_bias", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe_norm", "qwen3_moe_nonorm", "gemma", "gemma2",
+         "gemma3", "gemma3_linear", "phi3_partial", "phi3_longrope", "phi4", "olmo2", "gpt_oss")
+# What the format has no key for: llama.cpp takes the head size, and 7 for the clamp.
+DIFFERS = {"gemma2": {"query_scale": 0.25}, "gemma3": {"query_scale": 0.25}, "gemma3_linear": {"query_scale": 0.25},
+           "gpt_oss": {"swiglu_limit": 7.0}}
+# llama.cpp has no use for this key in this architecture; it is read where a file has it.
 CHANGES = {"qwen3_moe_nonorm": {"qwen3moe.expert_weights_norm": False}}
 
 
-def close(config):
-    """The same with the numbers that a file keeps in float32 rounded."""
-    return dataclasses.replace(config, norm_eps=round(config.norm_eps, 10))
-
-
-@pytest.mark.parametrize("name", WANTED)
+@pytest.mark.parametrize("name", NAMES)
 def test_configuration_and_tensors(tmp_path, name):
     folder = MODELS / name
     checkpoint = open_checkpoint(convert_folder(tmp_path / "m.gguf", folder, changes=CHANGES.get(name)))
-    assert close(checkpoint.config) == WANTED[name]
+    assert checkpoint.config == dataclasses.replace(read_hf_config(folder), **DIFFERS.get(name, {}))
     want = load_file(folder / "model.safetensors")
     assert sorted(checkpoint.reader.names()) == sorted(want)
     rng = np.random.default_rng(0)
@@ -76,7 +52,7 @@ def test_experts_one_by_one(tmp_path):
     """The first Mixtral files had one tensor for each expert."""
     path = convert_folder(tmp_path / "m.gguf", MODELS / "mixtral", split_experts=True)
     checkpoint = open_checkpoint(path)
-    assert close(checkpoint.config) == WANTED["mixtral"]
+    assert checkpoint.config == read_hf_config(MODELS / "mixtral")
     for key, array in load_file(MODELS / "mixtral/model.safetensors").items():
         np.testing.assert_array_equal(checkpoint.reader.read(key), array, err_msg=key)
 
@@ -89,64 +65,26 @@ def test_experts_stored_twice_are_refused(tmp_path):
         open_checkpoint(path)
 
 
-def tiny(kind, **changes):
-    config = {"model_type": kind, "num_hidden_layers": 4, "max_position_embeddings": 64, "hidden_size": 16,
-              "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-6,
-              "rope_theta": 1e4}
-    return config | changes
-
-
-def test_gemma(tmp_path):
-    arrays = {"model.embed_tokens.weight": np.ones((9, 16), np.float32),
-              "model.layers.3.post_attention_layernorm.weight": np.full(16, -0.25, np.float32)}
-    checkpoint = open_checkpoint(convert(tmp_path / "m.gguf", tiny("gemma", head_dim=12), arrays))
-    assert (checkpoint.config.family, checkpoint.config.activation) == ("gemma", "gelu_tanh")
-    assert (checkpoint.config.head_dim, checkpoint.config.tie_embeddings) == (12, True)
-    assert checkpoint.config.query_scale is None
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(checkpoint.reader.read(name), array)
-
-
-def test_olmo2(tmp_path):
-    names = [f"model.layers.1.{part}.weight" for part in (
-        "post_attention_layernorm", "post_feedforward_layernorm", "self_attn.q_norm", "self_attn.k_norm")]
-    arrays = {name: np.full(16, i, np.float32) for i, name in enumerate(names)}
-    arrays |= {"model.embed_tokens.weight": np.ones((9, 16), np.float32),
-               "model.layers.1.self_attn.q_proj.weight": np.arange(256, dtype=np.float32).reshape(16, 16)}
-    checkpoint = open_checkpoint(convert(tmp_path / "m.gguf", tiny("olmo2"), arrays))
-    assert (checkpoint.config.family, checkpoint.config.qk_norm) == ("olmo2", "all")
-    for name, array in arrays.items():  # no rows are reordered, and nothing is added to norms
-        np.testing.assert_array_equal(checkpoint.reader.read(name), array)
-
-
 def test_longrope(tmp_path):
-    short, long = np.linspace(1, 2, 3, dtype=np.float32), np.linspace(2, 9, 3, dtype=np.float32)
-    config = tiny("phi3", hidden_size=24, partial_rotary_factor=0.5, original_max_position_embeddings=16,
-                  sliding_window=20)
-    factor = math.sqrt(1 + math.log(4) / math.log(16))
+    """An attention factor of its own, and factors that are missing or do not fit the rotating lanes."""
+    whole = convert_folder(tmp_path / "m.gguf", MODELS / "phi4")
+    reader = gguf.GGUFReader(whole)
+    metadata = {key: field.contents() for key, field in reader.fields.items() if "." in key and key[0] != "G"}
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors if "rope" in tensor.name or "embd" in tensor.name}
 
-    def read(changes, **tensors):
-        path = convert(tmp_path / "m.gguf", config, {"model.embed_tokens.weight": np.ones((9, 24), np.float32)},
-                       changes={"phi3.rope.scaling.attn_factor": factor} | changes)
-        reader = gguf.GGUFReader(path)
-        metadata = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-        stored = {"token_embd.weight": np.ones((9, 24), np.float32)} | {
-            f"rope_factors_{name}.weight": value for name, value in tensors.items()}
-        return open_checkpoint(write_gguf(tmp_path / "n.gguf", stored, metadata, "phi3"))
+    def read(changes, **others):
+        stored = {name: value for name, value in (tensors | others).items() if value is not None}
+        metadata.pop("general.architecture", None)
+        return open_checkpoint(write_gguf(tmp_path / "n.gguf", stored, metadata | changes, "phi3")).config.rope
 
-    checkpoint = read({}, short=short, long=long)
-    want = RopeConfig(kind="longrope", partial=0.5, factor=4.0, original_context=16,
-                      short_factors=tuple(map(float, short)), long_factors=tuple(map(float, long)))
-    assert checkpoint.config.rope == want
-    assert checkpoint.config.layers == (LayerConfig(window=20),)
-    assert checkpoint.config.max_context == 64
-    assert checkpoint.reader.names() == ["model.embed_tokens.weight"]
-    other = read({"phi3.rope.scaling.attn_factor": 1.5, "phi3.rope.scaling.type": "longrope"}, short=short, long=long)
-    assert other.config.rope == dataclasses.replace(want, attention_factor=1.5)
+    rope = read({})
+    assert (rope.kind, rope.attention_factor) == ("longrope", None)
+    assert read({"phi3.rope.scaling.attn_factor": 1.5}) == dataclasses.replace(rope, attention_factor=1.5)
+    assert read({"phi3.rope.scaling.type": "longrope"}) == rope
     with pytest.raises(CheckpointError, match="rope_factors_short"):
-        read({}, long=long)
+        read({}, **{"rope_factors_short.weight": None})
     with pytest.raises(CheckpointError, match=r"rope_factors_long\.weight holds 2 numbers for 3"):
-        read({}, short=short, long=long[:2])
+        read({}, **{"rope_factors_long.weight": np.ones(2, np.float32)})
 
 
 def config_of(architecture, **keys):

@@ -19,7 +19,7 @@ def modules_after(statement):
 def test_import_loads_nothing_heavy():
     modules = modules_after("import jinfer; dir(jinfer); jinfer.__version__; jinfer.SamplingParams")
     assert "jinfer.config" in modules
-    assert not modules & {"jax", "flax", "torch", "transformers", "typer", "gguf", "tokenizers"}
+    assert not modules & {"jax", "flax", "torch", "transformers", "typer", "gguf", "tokenizers", "orbax", "tensorstore"}
 
 
 def test_command_line_loads_nothing_heavy():

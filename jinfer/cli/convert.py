@@ -45,7 +45,7 @@ def convert(source: Model, target: Target, to: To, dtype: Dtype = StoredType.KEE
     console = stderr_console()
     path, began, size = resolve_model(source), time.monotonic(), 0
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(target.name, total=None)
 
         def show(done: int, total: int) -> None:

@@ -10,6 +10,7 @@ from jinfer.cli.batch import batch
 from jinfer.cli.chat import chat
 from jinfer.cli.convert import convert
 from jinfer.cli.generate import generate
+from jinfer.cli.inspect import inspect
 from jinfer.errors import JinferError
 
 app = typer.Typer(name="jinfer", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -20,6 +21,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(batch)
 app.command()(convert)
+app.command()(inspect)
 
 
 def _version(wanted: bool) -> None:

@@ -42,10 +42,12 @@ def convert(source: Model, target: Target, to: To, dtype: Dtype = StoredType.KEE
     from jinfer.cli.session import stderr_console
     from jinfer.weights import resolve_model
     from jinfer.weights.convert import convert as write
+    from jinfer.weights.files import check_target
     console = stderr_console()
     path, began, size = resolve_model(source), time.monotonic(), 0
+    check_target(target, overwrite=overwrite)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(target.name, total=None)
 
         def show(done: int, total: int) -> None:

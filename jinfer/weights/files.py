@@ -26,7 +26,7 @@ def new_folder(target: Path, *, need: int, overwrite: bool) -> Iterator[Path]:
     Raises CheckpointError naming the path: it exists (and `overwrite` is false, or it is no model), no space, no
     permission, and for every OSError of the block.
     """
-    _check_target(target, overwrite)
+    check_target(target, overwrite=overwrite)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(target.parent).free
@@ -54,7 +54,8 @@ def synced(path: Path) -> Iterator[BinaryIO]:
         os.fsync(file.fileno())
 
 
-def _check_target(target: Path, overwrite: bool) -> None:
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """CheckpointError if `target` exists and may not be replaced."""
     if not target.exists() and not target.is_symlink():
         return
     if not overwrite:

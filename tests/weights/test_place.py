@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,8 @@ class Failing:
 
     def read(self, name, index=()):
         self.reads += 1
+        if self.reads > 1:
+            time.sleep(0.01)  # long enough for the first error to be seen
         raise CheckpointError(f"tensor {name}: cannot be read")
 
 
@@ -51,7 +54,7 @@ def test_the_first_error_ends_it(parts):
     failing = Failing(reader)
     with pytest.raises(CheckpointError, match="cannot be read"):
         place(parameters * 50, failing, layout)
-    assert failing.reads < 50 * len(parameters)
+    assert failing.reads < 25 * len(parameters)
 
 
 def test_load_figures_reach_the_metrics(engines):

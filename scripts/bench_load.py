@@ -4,7 +4,7 @@
     .venv/bin/python scripts/bench_load.py MODEL [MODEL ...] --devices 1 4 --dtype bfloat16
 
 Rates are bytes stored over seconds. Cold: the files were dropped from the page cache just before (as far as the
-system lets a process do that); warm: they were just read. GGUF files are smaller than the arrays made of them.
+system lets a process do that); warm: they were just read. CPU seconds are of the whole process. GGUF files are smaller than the arrays made of them.
 """
 
 import argparse
@@ -50,10 +50,11 @@ def plain_read(files: list[Path]) -> None:
                 pass
 
 
-def timed(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def timed(run: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of the clock and of the process's CPU time."""
+    began, busy = time.perf_counter(), time.process_time()
     run()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - busy
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ def main() -> None:
     options = parser.parse_args()
     if (os.environ.get("JAX_PLATFORMS") or "cpu") == "cpu":
         jax.config.update("jax_num_cpu_devices", max(options.devices))
-    print(f"{'model':24} {'devices':>7} {'stored GB':>9} {'cache':>5} {'read GB/s':>9} {'load GB/s':>9} load/read")
+    print(f"{'model':24} {'devices':>7} {'stored GB':>9} {'cache':>5} {'read GB/s':>9} {'load GB/s':>9} load/read load CPU s")
     for model in options.models:
         path = resolve_model(model)
         files = files_of(path)
@@ -89,9 +90,10 @@ def main() -> None:
                     for _ in range(options.repeat):
                         (drop if cache == "cold" else plain_read)(files)
                         seconds.append(timed(run))
-                    best[name] = size / min(seconds) / 1e9
+                    wall, busy = (min(column) for column in zip(*seconds, strict=True))
+                    best[name] = size / wall / 1e9
                 print(f"{path.name[:24]:24} {degree:7} {size / 1e9:9.2f} {cache:>5} {best['read']:9.2f} "
-                      f"{best['load']:9.2f} {best['load'] / best['read']:9.2f}", flush=True)
+                      f"{best['load']:9.2f} {best['load'] / best['read']:9.2f} {busy:10.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,14 @@ def place(parameters: list[Parameter], reader: TensorReader, layout: Layout,
         def part(index: Index | None) -> np.ndarray:
             assert index is not None
             bounded = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, parameter.shape, strict=True))
-            return np.ascontiguousarray(parameter.read(reader, bounded), dtype=parameter.dtype)
+            values = parameter.read(reader, bounded)
+            if layout.platform != "cpu":
+                return np.ascontiguousarray(values, dtype=parameter.dtype)
+            # A CPU device keeps an aligned array as it is: the one copy also turns and converts. Never what was read
+            # itself, which may be a view of the file.
+            copy = _aligned(values.shape, parameter.dtype)
+            np.copyto(copy, values, casting="unsafe")
+            return copy
 
         array = jax.make_array_from_callback(parameter.shape, layout.sharding(*parameter.axes), part)
         return array.block_until_ready()
@@ -65,6 +72,13 @@ def place(parameters: list[Parameter], reader: TensorReader, layout: Layout,
             pool.shutdown(cancel_futures=True)
             raise
         return [future.result() for future in futures]
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype, to: int = 64) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + to, np.uint8)
+    start = -memory.ctypes.data % to
+    return memory[start:start + size].view(dtype).reshape(shape)
 
 
 def _listed(names: list[str], most: int = 5) -> str:

@@ -1,9 +1,8 @@
 """Lazy reader of safetensors checkpoints: one file, or shards named by model.safetensors.index.json."""
 
 import json
-import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,15 @@ from safetensors import SafetensorError, safe_open
 from jinfer.errors import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
-_PACKED = {"U8": ("quantized", 1), "F8_E4M3": ("quantized", 1)}
+_DTYPES: dict[str, type] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_PACKED: dict[str, type] = {"U8": np.uint8, "F8_E4M3": ml_dtypes.float8_e4m3fn}
 _BUFFER = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    file: Any  # safetensors handle over a mapped file, or a mapped array of 8-bit floats
-    shape: tuple[int, ...]
-    dtype: str
+    array: np.ndarray  # over the mapped file
+    type: str
 
 
 class SafetensorsReader:
@@ -57,22 +55,15 @@ class SafetensorsReader:
         return list(self._buffers)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._entry(name).shape
+        return self._entry(name).array.shape
 
     def stored_type(self, name: str) -> str:
         """Its type in words of the format: `F32`, `F8_E4M3`, ..."""
-        return self._entry(name).dtype
+        return self._entry(name).type
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """The part `index` (missing axes are whole) in the stored dtype."""
-        entry = self._entry(name)
-        if isinstance(entry.file, np.ndarray):
-            return np.array(entry.file[index])
-        try:
-            part = entry.file.get_slice(name)[index] if index else entry.file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"tensor {name}: cannot be read: {error}") from None
-        return part
+        """The part `index` (missing axes are whole) in the stored dtype: a view of the mapped file."""
+        return self._entry(name).array[index]
 
     def nbytes(self) -> int:
         return sum(self.bytes_by_dtype().values())
@@ -81,8 +72,8 @@ class SafetensorsReader:
         """Bytes stored in each dtype (`float32`, `float16`, `bfloat16`, `quantized`)."""
         total: dict[str, int] = {}
         for entry in self._entries.values():
-            dtype, size = self._types[entry.dtype]
-            total[dtype] = total.get(dtype, 0) + math.prod(entry.shape) * size
+            dtype = entry.array.dtype.name if entry.type in _DTYPES else "quantized"
+            total[dtype] = total.get(dtype, 0) + entry.array.nbytes
         return total
 
     def _entry(self, name: str) -> _Entry:
@@ -110,28 +101,32 @@ class SafetensorsReader:
 
     def _add(self, path: Path) -> set[str]:
         try:
-            file = safe_open(str(path), framework="numpy")
-            found = set(file.keys())
-            for name in sorted(found):
-                part = file.get_slice(name)
-                entry = _Entry(file, tuple(part.get_shape()), part.get_dtype())
-                if entry.dtype not in self._types:
-                    raise CheckpointError(f"{path}: tensor {name} has the unsupported type {entry.dtype}")
-                if name in self._entries or name in self._buffers:
-                    raise CheckpointError(f"{path}: tensor {name} is stored in two shards")
-                if name.startswith(self._ignored):
-                    continue
-                if entry.dtype == "F8_E4M3":
-                    entry = replace(entry, file=_map_float8(path, name, entry.shape))
-                (self._buffers if _BUFFER.search(name) else self._entries)[name] = entry
+            with safe_open(str(path), framework="numpy"):  # checks header, offsets and length of the file
+                header, data = _map(path)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: broken or truncated safetensors file: {error}") from None
-        return found
+        for name in sorted(header):
+            kind, shape, (start, stop) = (header[name][key] for key in ("dtype", "shape", "data_offsets"))
+            if kind not in self._types:
+                raise CheckpointError(f"{path}: tensor {name} has the unsupported type {kind}")
+            if name in self._entries or name in self._buffers:
+                raise CheckpointError(f"{path}: tensor {name} is stored in two shards")
+            if name.startswith(self._ignored):
+                continue
+            entry = _Entry(data[start:stop].view(self._types[kind]).reshape(shape), kind)
+            (self._buffers if _BUFFER.search(name) else self._entries)[name] = entry
+        return set(header)
 
 
-def _map_float8(path: Path, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """8-bit floats, which safetensors cannot hand to NumPy. Format: a length of 8 bytes, a JSON header, the data."""
+def _map(path: Path) -> tuple[dict[str, dict[str, Any]], np.ndarray]:
+    """Tensor table and data of a sound file, mapped: the library's own slices are copies.
+
+    Format: the header's length in 8 bytes, the header as JSON, the data.
+    """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        start = json.loads(file.read(length))[name]["data_offsets"][0]
-    return np.memmap(path, ml_dtypes.float8_e4m3fn, "r", 8 + length + start, shape)
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    if path.stat().st_size == 8 + length:
+        return header, np.empty(0, np.uint8)  # an empty range cannot be mapped
+    return header, np.asarray(np.memmap(path, np.uint8, "r", 8 + length))

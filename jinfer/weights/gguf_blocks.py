@@ -12,6 +12,8 @@ from gguf.quants import dequantize
 from jinfer.errors import CheckpointError
 from jinfer.weights.gguf_meta import GgufHead, GgufTensor
 
+# Elements: the library takes 16 rows at a time, which of narrow matrices are few and mostly overhead.
+DECODED_AT_ONCE = 1 << 17
 _FLOATS: dict[str, type] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 
@@ -83,7 +85,15 @@ class Stored:
     def _values(self, raw: np.ndarray) -> np.ndarray:
         """Bytes [..., blocks * block_bytes] -> values [..., blocks * block]; floats are viewed, not copied."""
         kind = _FLOATS.get(self.type.name)
-        return dequantize(raw, self.type) if kind is None else raw.view(kind)
+        if kind is not None:
+            return raw.view(kind)
+        blocks = raw.reshape(-1, self.block_bytes)
+        values = np.empty((len(blocks), self.block), np.float32)
+        step = DECODED_AT_ONCE // self.block
+        for i in range(0, len(blocks), step):
+            part = blocks[i:i + step]
+            values[i:i + step] = dequantize(part.reshape(1, -1), self.type).reshape(-1, self.block)
+        return values.reshape(*raw.shape[:-1], -1)
 
 
 def stored(path: Path, head: GgufHead, tensor: GgufTensor, *, heads: int = 0, added: float = 0.0) -> Stored:

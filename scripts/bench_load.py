@@ -4,7 +4,8 @@
     .venv/bin/python scripts/bench_load.py MODEL [MODEL ...] --devices 1 4 --dtype bfloat16
 
 Rates are bytes stored over seconds. Cold: the files were dropped from the page cache just before (as far as the
-system lets a process do that); warm: they were just read. CPU seconds are of the whole process. GGUF files are smaller than the arrays made of them.
+system lets a process do that); warm: they were just read. CPU seconds are of the whole
+process. GGUF files are smaller than the arrays made of them.
 """
 
 import argparse
@@ -66,7 +67,8 @@ def main() -> None:
     options = parser.parse_args()
     if (os.environ.get("JAX_PLATFORMS") or "cpu") == "cpu":
         jax.config.update("jax_num_cpu_devices", max(options.devices))
-    print(f"{'model':24} {'devices':>7} {'stored GB':>9} {'cache':>5} {'read GB/s':>9} {'load GB/s':>9} load/read load CPU s")
+    print(f"{'model':24} {'devices':>7} {'stored GB':>9} {'cache':>5} {'read GB/s':>9} {'load GB/s':>9} load/read "
+          "load CPU s")
     for model in options.models:
         path = resolve_model(model)
         files = files_of(path)

@@ -17,7 +17,7 @@ GEMMA3 = model(layers=(LayerConfig(count=5, window=512, local_rope=True), LayerC
 
 def test_groups():
     assert cache_groups(model(num_kv_heads=4, head_dim=64)) == (CacheGroup(None, 18, 512),)
-    assert cache_groups(GEMMA3) == (CacheGroup(512, 15, 512), CacheGroup(None, 3, 512))
+    assert cache_groups(GEMMA3) == (CacheGroup(None, 3, 512), CacheGroup(512, 15, 512))
     latent = LatentConfig(q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
     # one vector, no value beside it
     assert cache_groups(model(latent=latent, num_layers=60)) == (CacheGroup(None, 60, 576),)

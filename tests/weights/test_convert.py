@@ -49,7 +49,7 @@ def mixed_tensors():
 
 
 def bits(array):
-    return array.view(np.uint8)
+    return np.ascontiguousarray(array).view(np.uint8)
 
 
 def assert_same(folder, tensors):
@@ -94,6 +94,18 @@ def test_dtype(tmp_path, to):
     assert open_checkpoint(tmp_path / "b").stored_dtype == "bfloat16"
     config = json.loads((tmp_path / "b" / "config.json").read_text())
     assert config == CONFIG | {"torch_dtype": "bfloat16"}  # and tensors are packed no more
+
+
+@pytest.mark.parametrize("to", ["safetensors", "orbax"])
+def test_packed_weights_are_stored_plainly(tmp_path, to):
+    source = MODELS / "gpt_oss_mxfp4"
+    convert(source, tmp_path / "b", to)
+    reader, before = open_checkpoint(source).reader, open_checkpoint(source)
+    assert before.reader.bytes_by_dtype()["quantized"]
+    assert_same(tmp_path / "b", {name: reader.read(name) for name in reader.names()})
+    after = open_checkpoint(tmp_path / "b")
+    assert (after.config, set(after.reader.bytes_by_dtype())) == (before.config, {"float32"})
+    assert "quantization_config" not in json.loads((tmp_path / "b" / "config.json").read_text())
 
 
 def gguf_with_vocabulary(path, kind):

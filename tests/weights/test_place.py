@@ -1,6 +1,7 @@
 """Placing weights: progress, and what an error does to the rest."""
 
 import itertools
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from jinfer.engine.assembly import Assembly
 from jinfer.errors import CheckpointError
 from jinfer.sharding import Layout
 from jinfer.weights import open_checkpoint
+from jinfer.weights.convert import convert
 from jinfer.weights.place import place
 
 PLAIN = Path(__file__).resolve().parents[1] / "data" / "models" / "llama_plain"
@@ -33,6 +35,31 @@ def test_progress_in_the_calling_thread(parts):
     assert all(a[0] < b[0] for a, b in itertools.pairwise(seen))
     # in the order of the parameters, whichever was read first
     assert [w.shape for w in weights] == [p.shape for p in parts[0]]
+
+
+def test_every_format_gives_the_same_arrays(parts, tmp_path):
+    parameters, reader, _ = parts
+    convert(PLAIN, tmp_path / "orbax", "orbax")
+    layout = Layout.build(LayoutConfig(mesh={"tensor": 2}, rules=dict.fromkeys(("vocab", "kv_heads", "ffn"), "tensor")))
+    parameters = Assembly.build(open_checkpoint(PLAIN).config, EngineConfig(), layout).parameters
+    for one, other in zip(place(parameters, reader, layout),
+                          place(parameters, open_checkpoint(tmp_path / "orbax").reader, layout), strict=True):
+        assert one.sharding == other.sharding
+        np.testing.assert_array_equal(one, other)
+
+
+def test_nothing_on_a_device_is_a_view_of_the_file(tmp_path):
+    """The file may be replaced while the model runs."""
+    shutil.copytree(PLAIN, tmp_path / "m")
+    checkpoint, layout = open_checkpoint(tmp_path / "m"), Layout.build(LayoutConfig())
+    config = EngineConfig(dtype="float32")
+    weights = place(Assembly.build(checkpoint.config, config, layout).parameters, checkpoint.reader, layout)
+    before = [np.array(w) for w in weights]
+    with (tmp_path / "m" / "model.safetensors").open("r+b") as file:
+        file.write(b"\xff" * (tmp_path / "m" / "model.safetensors").stat().st_size)
+    assert np.isnan(checkpoint.reader.read("model.norm.weight")).all()  # as the reader shows
+    for was, now in zip(before, weights, strict=True):
+        np.testing.assert_array_equal(was, now)
 
 
 class Failing:

@@ -34,7 +34,7 @@ def grouped_matmul(x, weights, group_sizes, *, scales, inputs_first):
             first = starts[index] + turn * size
             y = jax.lax.dot_general(jax.lax.dynamic_slice_in_dim(x, first, size), matrix, dims,
                                     preferred_element_type=accumulator)
-            if scales is not None:
+            if x_scales is not None:
                 y = (y.astype(jnp.float32) * jax.lax.dynamic_slice_in_dim(x_scales, first, size)[:, None]
                      * jax.lax.dynamic_index_in_dim(scales, index))
             return jax.lax.dynamic_update_slice_in_dim(out, y, first, 0)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.pages import Pages, pool_shapes, quantize, widen
 
-OPERATIONS = ("flash_attention", "paged_attention", "kv_update")
+OPERATIONS = ("flash_attention", "paged_attention", "kv_update", "grouped_matmul")
 FORMATS = ("bfloat16", "float32", "int8", "float8_e4m3fn")
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 

@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels.grouped_matmul import gpu, reference
+from pallas_kernels.grouped_matmul import gpu, reference, tpu
 from pallas_kernels.platform import Implementation, choose
 
 
@@ -23,7 +23,7 @@ def grouped_matmul(
     Args:
       x: [T, I] float, rows sorted by group; converted to the type of float weights. Rows past the sum of group_sizes
         are padding: they may hold anything and give unspecified rows.
-      weights: [E, O, I], or [E, I, O] with inputs_first; float32, bfloat16, float16, or int8 with scales.
+      weights: [E, O, I], or [E, I, O] with inputs_first; float32, bfloat16, or int8 with scales.
       group_sizes: [E] int32, none negative, the sum at most T.
       scales: [E, O] float32 of int8 weights, w = weights * scales. Rows of x are then quantised too, each by its
         largest magnitude, and multiplied in int32 (W8A8, arXiv 2208.07339 without the outlier path).
@@ -37,11 +37,9 @@ def grouped_matmul(
       ValueError: shapes or dtypes do not fit together.
     """
     _check(x, weights, group_sizes, scales, inputs_first)
-    match choose(implementation):
-        case "gpu":
-            return gpu.grouped_matmul(x, weights, group_sizes, scales=scales, inputs_first=inputs_first)
-        case _:
-            return reference.grouped_matmul(x, weights, group_sizes, scales=scales, inputs_first=inputs_first)
+    implementations = {"tpu": tpu.grouped_matmul, "gpu": gpu.grouped_matmul, "reference": reference.grouped_matmul}
+    return implementations[choose(implementation)](
+        x, weights, group_sizes, scales=scales, inputs_first=inputs_first)
 
 
 def _check(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, scales: jax.Array | None,
@@ -51,11 +49,11 @@ def _check(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, scales: jax
         raise ValueError(f"x {x.shape} does not fit weights {weights.shape}; want [T, I] and {order}")
     if x.shape[0] == 0:
         raise ValueError(f"x must hold a row at least, got {x.shape}")
-    floats = ("float32", "bfloat16", "float16")
+    floats = ("float32", "bfloat16")
     if x.dtype.name not in floats:
-        raise ValueError(f"x must be float32, bfloat16 or float16, got {x.dtype}")
+        raise ValueError(f"x must be float32 or bfloat16, got {x.dtype}")
     if weights.dtype.name not in (*floats, "int8"):
-        raise ValueError(f"weights must be float32, bfloat16, float16 or int8, got {weights.dtype}")
+        raise ValueError(f"weights must be float32, bfloat16 or int8, got {weights.dtype}")
     groups, outputs = weights.shape[0], weights.shape[2 if inputs_first else 1]
     if group_sizes.shape != (groups,) or group_sizes.dtype != "int32":
         raise ValueError(f"group_sizes must be int32 [{groups}], got {group_sizes.dtype} {group_sizes.shape}")

@@ -1,8 +1,10 @@
 """grouped_matmul: the one public function."""
 
+from typing import Any
+
 import jax
 
-from pallas_kernels.grouped_matmul import gpu, reference, tpu
+from pallas_kernels.grouped_matmul import reference, tpu
 from pallas_kernels.platform import Implementation, choose
 
 
@@ -37,9 +39,16 @@ def grouped_matmul(
       ValueError: shapes or dtypes do not fit together.
     """
     _check(x, weights, group_sizes, scales, inputs_first)
-    implementations = {"tpu": tpu.grouped_matmul, "gpu": gpu.grouped_matmul, "reference": reference.grouped_matmul}
-    return implementations[choose(implementation)](
-        x, weights, group_sizes, scales=scales, inputs_first=inputs_first)
+    options: Any = {"scales": scales, "inputs_first": inputs_first}
+    match choose(implementation):
+        case "tpu":
+            return tpu.grouped_matmul(x, weights, group_sizes, **options)
+        case "gpu":
+            from pallas_kernels.grouped_matmul import gpu  # here: not every jaxlib has Triton
+
+            return gpu.grouped_matmul(x, weights, group_sizes, **options)
+        case _:
+            return reference.grouped_matmul(x, weights, group_sizes, **options)
 
 
 def _check(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, scales: jax.Array | None,

@@ -63,7 +63,8 @@ def case(mixture: Mixture, tokens: int, projection: str, dtype: str, *, inputs_f
         f"{tokens} tokens {mixture.name} {projection} {dtype}" + (" inputs first" if inputs_first else ""),
         functools.partial(_call, inputs_first=inputs_first), make,
         lambda arguments, out: (_next(arguments[0], out), *arguments[1:]),
-        round(hit * inputs * outputs * item) + rows * (inputs * min(item, 2) + outputs * 4), 2 * rows * inputs * outputs)
+        round(hit * inputs * outputs * item) + rows * (inputs * max(item, 2) + outputs * 4),
+        2 * rows * inputs * outputs)
 
 
 def group_sizes(key: jax.Array, tokens: int, mixture: Mixture) -> jax.Array:

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.chips import local_chip
+from pallas_kernels.grouped_matmul.pairs import group_starts, pairs
 from pallas_kernels.grouped_matmul.reference import quantise_rows
 from pallas_kernels.tiling import LANES, SUBLANES, up
 from pallas_kernels.tuning import tuned
@@ -81,56 +82,35 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, 
     padded = up(tokens, blocks.rows)
     x = jnp.pad(x, ((0, padded - tokens), (0, 0)))
     x, x_scales = (x.astype(weights.dtype), None) if scales is None else quantise_rows(x)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(group_sizes, dtype=jnp.int32)])
+    starts = group_starts(group_sizes)
     group, block, count = pairs(starts, blocks.rows, padded // blocks.rows)
 
     turns = inputs // blocks.inputs
     matrix = (blocks.inputs, blocks.outputs) if inputs_first else (blocks.outputs, blocks.inputs)
     operands = [x, weights]
     in_specs = [
-        pl.BlockSpec((blocks.rows, blocks.inputs), lambda column, pair, turn, group, block, starts: (block[pair], turn)),
-        pl.BlockSpec((None, *matrix), lambda column, pair, turn, group, block, starts:
+        pl.BlockSpec((blocks.rows, blocks.inputs), lambda column, pair, turn, group, block, _: (block[pair], turn)),
+        pl.BlockSpec((None, *matrix), lambda column, pair, turn, group, block, _:
                      (group[pair], turn, column) if inputs_first else (group[pair], column, turn)),
     ]
     if x_scales is not None and scales is not None:
         operands += [x_scales[:, None], scales[:, None]]
         in_specs += [
-            pl.BlockSpec((blocks.rows, 1), lambda column, pair, turn, group, block, starts: (block[pair], 0)),
+            pl.BlockSpec((blocks.rows, 1), lambda column, pair, turn, group, block, _: (block[pair], 0)),
             pl.BlockSpec((None, 1, blocks.outputs),
-                         lambda column, pair, turn, group, block, starts: (group[pair], 0, column))]
+                         lambda column, pair, turn, group, block, _: (group[pair], 0, column))]
     out = pl.pallas_call(
         functools.partial(_kernel, rows=blocks.rows, turns=turns, inputs_first=inputs_first),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3, grid=(pl.cdiv(outputs, blocks.outputs), count, turns), in_specs=in_specs,
             out_specs=pl.BlockSpec((blocks.rows, blocks.outputs),
-                                   lambda column, pair, turn, group, block, starts: (block[pair], column))),
+                                   lambda column, pair, turn, group, block, _: (block[pair], column))),
         out_shape=jax.ShapeDtypeStruct((padded, outputs), jnp.float32),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=local_chip().vmem * 3 // 4),
         interpret=interpret, name="grouped_matmul",
     )(group, block, starts, *operands)
     return out[:tokens]
-
-
-def pairs(starts: jax.Array, rows: int, blocks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The pairs that meet, in the order of both.
-
-    Args:
-      starts: [E + 1] int32, where each group's rows begin. rows: of a block. blocks: how many there are.
-
-    Returns:
-      Group and block of each pair, [blocks + E] int32, of which the first `count` are used; count, int32, 1 at least
-      (a pair without common rows, if there are no rows).
-    """
-    groups = starts.shape[0] - 1
-    begins, ends = starts[:-1], starts[1:]
-    first = begins // rows
-    through = jnp.cumsum(jnp.where(ends > begins, (ends - 1) // rows - first + 1, 0), dtype=jnp.int32)
-    count = jnp.maximum(through[-1], 1)
-    index = jnp.minimum(jnp.arange(blocks + groups, dtype=jnp.int32), count - 1)
-    group = jnp.minimum(jnp.searchsorted(through, index, side="right").astype(jnp.int32), groups - 1)
-    block = jnp.minimum(((ends[group] - 1) // rows - (through[group] - 1 - index)), blocks - 1)
-    return group, jnp.maximum(block, 0), count
 
 
 def _kernel(group: Any, block: Any, starts: Any, x: Any, matrix: Any, *rest: Any, rows: int, turns: int,

@@ -15,6 +15,7 @@ SUBSET = (
     ("paged_attention", "decode 8 context 512 H64 bfloat16 kv int8"),
     ("kv_update", "decode 8 H128 bfloat16 into bfloat16"),
     ("kv_update", "chunk 2x128 H128 bfloat16 into float8_e4m3fn"),
+    ("grouped_matmul", "8 tokens qwen3-30b-a3b gate_up int8"),
 )
 
 

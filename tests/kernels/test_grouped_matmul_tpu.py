@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import chips
 from pallas_kernels.grouped_matmul import reference, tpu
+from pallas_kernels.grouped_matmul.pairs import pairs
 from pallas_kernels.grouped_matmul.tpu import Blocks
 from tests.kernels.interpret import run_detecting_races
 from tests.kernels.oracle import error
@@ -76,7 +77,7 @@ def test_nothing_unwritten_is_read(name):
 
 
 def test_pairs_are_those_that_meet():
-    rng, find = np.random.default_rng(0), jax.jit(functools.partial(tpu.pairs, rows=8, blocks=12))
+    rng, find = np.random.default_rng(0), jax.jit(functools.partial(pairs, rows=8, blocks=12))
     for _ in range(20):
         sizes = rng.integers(0, 12, 8) * rng.integers(0, 2, 8)
         starts = np.concatenate([[0], np.cumsum(sizes)])

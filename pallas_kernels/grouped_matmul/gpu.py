@@ -83,7 +83,7 @@ def _kernel(refs: _Inputs, out: Any, *, rows: int, columns: int, step: int, outp
             x, matrix, (((1,), (0 if inputs_first else 1,)), ((), ())), preferred_element_type=acc.dtype,
             precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
 
-    turns = jnp.where(used, pl.cdiv(inputs, step), 0)
+    turns = jnp.where(used, jnp.int32(pl.cdiv(inputs, step)), jnp.int32(0))
     acc = jax.lax.fori_loop(0, turns, turn, jnp.zeros((rows, columns), jnp.int32 if integers else jnp.float32))
     if integers:
         row_scale = triton.load(refs.x_scales.at[row], mask=own, other=0.0)

@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 from pallas_kernels.bench import OPERATIONS, Case, Heads, cases  # noqa: E402
 from pallas_kernels.chips import CHIPS, Chip  # noqa: E402
 from pallas_kernels.flash_attention import bench as flash_bench  # noqa: E402
+from pallas_kernels.grouped_matmul import bench as moe_bench  # noqa: E402
 from pallas_kernels.kv_update import bench as update_bench  # noqa: E402
 from pallas_kernels.options import MASKED  # noqa: E402
 from pallas_kernels.paged_attention import bench as paged_bench  # noqa: E402
@@ -53,6 +54,9 @@ def quick(operation: str) -> list[Case]:
         return [flash_bench.case(heads, rows, 128, "float32") for rows in (1, 2)]
     if operation == "paged_attention":
         return [paged_bench.case(heads, 4, chunk, 256, "float32", "float32", "float32") for chunk in (1, 32)]
+    if operation == "grouped_matmul":
+        mixture = moe_bench.Mixture("small", 8, 2, 256, 128)
+        return [moe_bench.case(mixture, tokens, "gate_up", "float32") for tokens in (4, 64)]
     return [update_bench.case(heads, 4, chunk, 256, "float32", "float32", "float32") for chunk in (1, 32)]
 
 

@@ -20,7 +20,8 @@ from pallas_kernels.grouped_matmul.pairs import group_starts, pairs
 from pallas_kernels.pages import Pages
 from pallas_kernels.tuning import tuned
 
-BLOCKS = {"columns": 128, "inputs": 64, "warps": 4, "stages": 3}  # of a program, a turn of its loop
+BLOCKS = {"inputs": 64, "warps": 4, "stages": 3}  # of a turn of a program's loop
+COLUMNS_BYTES = 256  # of a block of columns
 
 
 class _Inputs(NamedTuple):
@@ -43,7 +44,9 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, 
     tokens, inputs = x.shape
     x, x_scales = (x.astype(weights.dtype), None) if scales is None else reference.quantise_rows(x)
     rows = min(max(power_of_two(2 * tokens // groups), LEAST_ROWS), ROWS)
-    blocks = {"rows": rows} | BLOCKS | tuned(__file__, f"{weights.dtype} T{tokens} E{groups} O{outputs} I{inputs}")
+    columns = min(COLUMNS_BYTES // weights.dtype.itemsize, ROWS)
+    entry = tuned(__file__, f"{weights.dtype} T{tokens} E{groups} O{outputs} I{inputs}")
+    blocks = {"rows": rows, "columns": columns} | BLOCKS | entry
     starts = group_starts(group_sizes)
     group, block, count = pairs(starts, blocks["rows"], pl.cdiv(tokens, blocks["rows"]))
     kernel = functools.partial(

@@ -26,6 +26,13 @@ class Paged:
     def __iter__(self):
         return iter((self.q, self.k_pages, self.v_pages, self.page_table, self.query_starts, self.kv_lengths))
 
+    def forget(self, window):
+        """Pages below the window of a sequence's first query are given back: its table names page 0, which holds NaN."""
+        if window is not None:
+            page_size, counts = self.k_pages.data.shape[2], self.query_starts[1:] - self.query_starts[:-1]
+            below = jnp.maximum(self.kv_lengths - counts - window + 1, 0) // page_size
+            self.page_table = jnp.where(jnp.arange(self.page_table.shape[1]) < below[:, None], 0, self.page_table)
+
     @property
     def used(self):
         return int(self.query_starts[-1])

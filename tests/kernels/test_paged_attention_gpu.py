@@ -68,6 +68,7 @@ def plain(setup):
 
 def check(setup, case):
     sinks = jnp.linspace(-2, 2, setup.heads[0], dtype=jnp.float32)
+    case.forget(setup.window)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "estimate", lambda *_, **__: setup.blocks())
         got = kernel(setup)(tuple(case), sinks)

@@ -1,6 +1,6 @@
 """A whole forward pass outside the engine: chunks over fresh pages, logits of every position."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,25 +24,30 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 
 
 def forward(config: ModelConfig, reader, ids: list[int], **options) -> np.ndarray:
-    """Logits [T, V] float32 of a prompt seen as one chunk; options as of `forward_all`."""
+    """Logits [T, V] float32 of a prompt seen as one chunk; options as of `compiled`."""
     return forward_all(config, reader, [ids], **options)[0]
 
 
-def forward_all(config: ModelConfig, reader, prompts: Sequence[list[int]], *, dtype: str = "float32",
-                quantization: str | None = None, tensor: int = 1, quick: bool = False) -> list[np.ndarray]:
-    """Logits [T, V] float32 of each prompt, all of them packed in one call; quick: see QUICK."""
+def forward_all(config: ModelConfig, reader, prompts: Sequence[list[int]], **options) -> list[np.ndarray]:
+    """Logits [T, V] float32 of each prompt, all of them packed in one call; options as of `compiled`."""
+    return compiled(config, reader, [len(ids) for ids in prompts], **options)(prompts)
+
+
+def compiled(config: ModelConfig, reader, lengths: Sequence[int], *, dtype: str = "float32",
+             quantization: str | None = None, tensor: int = 1,
+             quick: bool = False) -> Callable[[Sequence[list[int]]], list[np.ndarray]]:
+    """`forward_all` of any prompts of these lengths, compiled once; quick: see QUICK."""
     layout = Layout.build(LayoutConfig(mesh={"tensor": tensor}))
     precision = Precision.of(dtype, quantization)
     graph, abstract = nnx.split(build_model(config, layout, precision))
     parameters, treedef = jax.tree.flatten(abstract)
     check_names(parameters, reader, tied_head=config.tie_embeddings)
     weights = place(parameters, reader, layout)
-    lengths = [len(ids) for ids in prompts]
     width = -(-max(lengths) // PAGE)  # pages of a row of the table
-    pages = len(prompts) * width
+    pages = len(lengths) * width
     starts = np.cumsum([0, *lengths]).astype(np.int32)
     positions = jnp.asarray(np.concatenate([np.arange(n) for n in lengths]), jnp.int32)
-    table = jnp.arange(1, pages + 1, dtype=jnp.int32).reshape(len(prompts), width)
+    table = jnp.arange(1, pages + 1, dtype=jnp.int32).reshape(len(lengths), width)
 
     def run(weights, tokens):
         def pool(layers: int) -> Pages:
@@ -57,6 +62,10 @@ def forward_all(config: ModelConfig, reader, prompts: Sequence[list[int]], *, dt
         hidden, _ = model(tokens, kv, step, decode=False)
         return model.logits(hidden)[:, : config.vocab_size]
 
-    tokens = jnp.asarray(np.concatenate(prompts), jnp.int32)
-    logits = np.asarray(jax.jit(run, compiler_options=QUICK if quick else None)(weights, tokens))
-    return np.split(logits, starts[1:-1])
+    jitted = jax.jit(run, compiler_options=QUICK if quick else None)
+
+    def logits(prompts: Sequence[list[int]]) -> list[np.ndarray]:
+        tokens = jnp.asarray(np.concatenate(prompts), jnp.int32)
+        return np.split(np.asarray(jitted(weights, tokens)), starts[1:-1])
+
+    return logits

@@ -92,13 +92,13 @@ def test_a_page_given_back_may_hold_anything(engines):
     engine = engines.get("mistral", **WINDOWED)
     want = run(engine, PROMPTS[-2:], TO_THE_END)
     ids = [engine.submit(prompt, TO_THE_END) for prompt in PROMPTS[-2:]]
-    deltas = []
+    runner, deltas = engine._runner, []
+    (count,) = runner.pages
+    poison = jax.jit(lambda x, kept: jnp.where(kept[:, None, None, None], x, jnp.nan))
     while engine.has_work:
         deltas += engine.step()
-        held = {page for request in engine._by_request for pages in request.pages for page in pages}
-        free = [page for page in range(1, engine._runner.pages[0]) if page not in held]
-        engine._runner.kv = jax.tree.map(
-            lambda x: x.at[jnp.array([layer + page for layer in (0, engine._runner.pages[0]) for page in free])].set(jnp.nan)
-            if free else x, engine._runner.kv)
+        kept = np.zeros((runner.kv[0].k.data.shape[0] // count, count), bool)  # [layers, P]
+        kept[:, [0, *(page for request in engine._by_request for page in request.pages[0])]] = True
+        runner.kv = jax.tree.map(functools.partial(poison, kept=kept.ravel()), runner.kv)
     outputs, _ = drain(engine, deltas)
     assert [outputs[i].completions[0].token_ids for i in ids] == [o.completions[0].token_ids for o in want]

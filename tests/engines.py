@@ -1,13 +1,15 @@
 """Engines on tiny models for tests: built once a configuration, programs compiled when first needed."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinfer.config import EngineConfig, SamplingParams
 from jinfer.engine.engine import Engine
 from jinfer.engine.outputs import Delta, RequestOutput
+from jinfer.kv import PagePool
 
 DATA = Path(__file__).parent / "data"
 SMALL = {"page_size": 8, "kv_pages": 129, "max_rows": 8, "prefill_tokens": 32, "warmup": False}
@@ -39,6 +41,20 @@ class Engines:
         for engine in self._built.values():
             engine.close()
         self._built.clear()
+
+
+@contextlib.contextmanager
+def short_of_pages(engine: Engine, pages: int) -> Iterator[None]:
+    """Inside, the engine gives out so many pages of its pool only, and must preempt somebody; nothing is compiled anew."""
+    book, before = engine._scheduler.pages, engine.metrics.preemptions
+    whole = book.pools
+    book.pools = tuple(PagePool(pages + 1, pool.page_size, pool.window) for pool in whole)
+    try:
+        yield
+        assert engine.metrics.preemptions > before, "nobody was preempted"
+    finally:
+        book.pools = whole
+        engine.metrics.count_pages(whole)
 
 
 def golden(name: str) -> dict[str, Any]:

@@ -4,10 +4,14 @@ import numpy as np
 import pytest
 
 from jinfer.config import LayoutConfig, SamplingParams
-from tests.engines import drain, golden, run
+from tests.engines import drain, golden, run, short_of_pages
 
 LONG = golden("logits_llama_plain")["prompts"]["long"]
 SHORT = golden("logits_llama_plain")["prompts"]["short"]
+# Compiling is most of what these tests cost: few engines, shared, most with few rows; pages run short without another.
+CHUNKED = {"prefill_tokens": 16}
+SMALL_PAGES = {"page_size": 4, "kv_pages": 257, "decode_steps": 4, "max_rows": 3}
+LARGE_PAGES = {"page_size": 16, "max_rows": 2}
 
 
 def _prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -32,7 +36,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 @pytest.mark.parametrize("name", ["llama_plain", "llama_dynamic", "llama_bias", "llama_kv1"])
 def test_greedy_ids_equal_transformers(engines, name):
-    engine = engines.get(name, max_context=128)
+    engine = engines.get(name) if name == "llama_plain" else engines.get(name, max_context=128, **CHUNKED)
     for prompt in golden(f"logits_{name}")["prompts"].values():
         got = run(engine, [prompt["ids"]], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))[0]
         # `dynamic` rotates cached keys for the length they were written at, a forward without cache for the last
@@ -40,34 +44,35 @@ def test_greedy_ids_equal_transformers(engines, name):
         assert got.completions[0].token_ids[:count] == prompt["greedy16_nocache"][:count]
 
 
-@pytest.mark.parametrize("overrides", [
-    {}, {"prefill_tokens": 16}, {"page_size": 16}, {"page_size": 4, "kv_pages": 257, "decode_steps": 4}, {"decode_steps": 8},
-    {"max_rows": 3},
-], ids=str)
+@pytest.mark.parametrize("overrides", [{}, CHUNKED, SMALL_PAGES, LARGE_PAGES], ids=str)
 def test_batch_equals_alone(engines, alone, overrides):
     assert _ids(run(engines.get("llama_plain", **overrides), _prompts(12), GREEDY)) == alone
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-def test_preempted_equals_alone(engines, alone, steps):
-    engine = engines.get("llama_plain", kv_pages=21, decode_steps=steps)
-    before = engine.metrics.preemptions
-    assert _ids(run(engine, _prompts(12), GREEDY)) == alone
-    assert engine.metrics.preemptions > before
+@pytest.mark.parametrize("overrides", [{}, SMALL_PAGES], ids=str)
+def test_preempted_equals_alone(engines, alone, overrides):
+    engine = engines.get("llama_plain", **overrides)
+    with short_of_pages(engine, 160 // engine.config.page_size):
+        assert _ids(run(engine, _prompts(12), GREEDY)) == alone
+
+
+def _parallel(engines, tensor):
+    """Two programs to compile, for a chunk and for a row or two, are enough here."""
+    return engines.get("llama_plain", layout=LayoutConfig(mesh={"tensor": tensor}), max_logprobs=275, max_rows=2,
+                       prefill_tokens=16)
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_tensor_parallel_equals_alone(engines, alone, tensor):
-    layout = LayoutConfig(mesh={"tensor": tensor})
-    assert _ids(run(engines.get("llama_plain", layout=layout), _prompts(12), GREEDY)) == alone
+    assert _ids(run(_parallel(engines, tensor), _prompts(12), GREEDY)) == alone
 
 
 def test_kv_heads_are_replicated_where_ranks_outnumber_them(engines):
     prompt = golden("logits_llama_kv1")["prompts"]["long"]
-    engine = engines.get("llama_kv1", layout=LayoutConfig(mesh={"tensor": 4}), max_context=128)
+    engine = engines.get("llama_kv1", layout=LayoutConfig(mesh={"tensor": 4}), max_context=128, **CHUNKED)
     got = run(engine, [prompt["ids"]], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))[0]
     assert got.completions[0].token_ids == prompt["greedy16_nocache"]
-    assert engine.metrics.kv_bytes == 4 * engines.get("llama_kv1", max_context=128).metrics.kv_bytes
+    assert engine.metrics.kv_bytes == 4 * engines.get("llama_kv1", max_context=128, **CHUNKED).metrics.kv_bytes
 
 
 def test_seeded_sampling_depends_on_seed_and_position_only(engines):
@@ -76,23 +81,23 @@ def test_seeded_sampling_depends_on_seed_and_position_only(engines):
         return SamplingParams(temperature=1.0, seed=i, max_tokens=24, ignore_eos=True, top_p=0.95)
 
     prompts = _prompts(8, seed=1)
-    engine, tight = engines.get("llama_plain"), engines.get("llama_plain", kv_pages=21)
+    engine = engines.get("llama_plain")
     alone = [run(engine, [p], params(i))[0].completions[0].token_ids for i, p in enumerate(prompts)]
-    before = tight.metrics.preemptions
     assert _ids(run(engine, prompts, [params(i) for i in range(8)])) == alone
-    assert _ids(run(tight, prompts, [params(i) for i in range(8)])) == alone
-    assert tight.metrics.preemptions > before
+    with short_of_pages(engine, 20):
+        assert _ids(run(engine, prompts, [params(i) for i in range(8)])) == alone
     assert _ids(run(engine, prompts, [params(i + 100) for i in range(8)])) != alone
 
 
 def test_lengths_around_pages_cold_warm_and_recycled(engines):
     """Case C16: prompts of every length around page edges; the pages have had other owners before."""
     ids, logprob = LONG["ids"], {}
-    for page, pages in ((4, 65), (8, 33), (16, 17)):
-        engine = engines.get("llama_plain", page_size=page, kv_pages=pages)
-        prompts = [ids[:n] for n in range(1, 66)]
-        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
-        rounds = [run(engine, prompts, params), run(engine, prompts[::-1], params)[::-1]]
+    prompts = [ids[:n] for n in range(1, 66)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
+    for overrides, pages in ((SMALL_PAGES, 28), ({}, 24), (LARGE_PAGES, 8)):  # most of all pages are always in use
+        engine = engines.get("llama_plain", **overrides)
+        with short_of_pages(engine, pages):
+            rounds = [run(engine, prompts, params), run(engine, prompts[::-1], params)[::-1]]
         for outputs in rounds:
             for n, output in enumerate(outputs):
                 choice = output.completions[0]
@@ -105,7 +110,7 @@ def test_lengths_around_pages_cold_warm_and_recycled(engines):
 
 def test_logprobs_equal_the_golden_logits(engines):
     """Case C11 at engine level, whole and in chunks."""
-    for overrides in ({}, {"prefill_tokens": 16}):
+    for overrides in ({}, CHUNKED):
         engine = engines.get("llama_plain", **overrides)
         for prompt in (SHORT, LONG):
             params = SamplingParams(temperature=0, max_tokens=1, logprobs=5, prompt_logprobs=2)
@@ -126,8 +131,7 @@ def test_logprobs_equal_the_golden_logits(engines):
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_tensor_parallel_logprobs_equal_the_golden_logits(engines, tensor):
     """The vocabulary, 275, is padded to the mesh: the padding has no probability and is never listed."""
-    engine = engines.get("llama_plain", layout=LayoutConfig(mesh={"tensor": tensor}), max_logprobs=275)
-    output = run(engine, [SHORT["ids"]], SamplingParams(temperature=0, max_tokens=1, logprobs=5, prompt_logprobs=275))[0]
+    output = run(_parallel(engines, tensor), [SHORT["ids"]], SamplingParams(temperature=0, max_tokens=1, logprobs=5, prompt_logprobs=275))[0]
     entries = output.prompt_logprobs[1:]
     np.testing.assert_allclose([e.logprob for e in entries], SHORT["prompt_logprobs"][1:], atol=1e-4)
     for entry in [*entries, *output.completions[0].logprobs]:
@@ -136,13 +140,13 @@ def test_tensor_parallel_logprobs_equal_the_golden_logits(engines, tensor):
 
 
 def test_scores_survive_preemption(engines):
-    engine = engines.get("llama_plain", kv_pages=21)
+    engine = engines.get("llama_plain")
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, prompt_logprobs=0)
-    before = engine.metrics.preemptions
-    for index, output in enumerate(run(engine, [LONG["ids"][:50]] * 8, params)):
+    with short_of_pages(engine, 20):
+        outputs = run(engine, [LONG["ids"][:50]] * 8, params)
+    for index, output in enumerate(outputs):
         got = [e.logprob for e in output.prompt_logprobs[1:]]
         np.testing.assert_allclose(got, LONG["prompt_logprobs"][1:50], atol=1e-3, err_msg=str(index))
-    assert engine.metrics.preemptions > before
 
 
 def test_cancelling_others_disturbs_nobody(engines, alone):

@@ -49,7 +49,7 @@ def test_tokens_equal_those_of_the_reference(engines, calls, monkeypatch, steps)
     assert min(calls.values()) >= 2  # a trace of prefill and one of decode at least: nothing went by the kernels
     monkeypatch.undo()
     jax.clear_caches()
-    reference = engines.get("llama_plain", **overrides)
+    reference = engines.get("llama_plain")  # which other tests compile too; tokens do not depend on the rest
     want = [r.completions[0].token_ids for r in run(reference, PROMPTS, GREEDY)]
     assert got == want
     assert all(len(tokens) == 7 for tokens in got)

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from jinfer.tokenizer.hf_write import write_gguf_tokenizer
 from jinfer.weights import TensorReader, open_checkpoint, resolve_model
 
 EXPERTS, ACTIVE, NOISE = 4, 2, 0.03
@@ -37,7 +38,7 @@ def experts(reader: TensorReader, layer: int) -> dict[str, np.ndarray]:
 
 
 def make(out: Path) -> None:
-    """Writes config.json and model.safetensors into the folder `out`."""
+    """Writes configuration, tensors and tokenizer into the folder `out`."""
     checkpoint = open_checkpoint(resolve_model("smollm2-135m"))
     reader, config = checkpoint.reader, checkpoint.config
     tensors = {name: np.asarray(reader.read(name)) for name in reader.names() if ".mlp." not in name}
@@ -45,6 +46,7 @@ def make(out: Path) -> None:
         tensors |= experts(reader, layer)
     out.mkdir(parents=True, exist_ok=True)
     save_file({name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()}, out / "model.safetensors")
+    write_gguf_tokenizer(checkpoint.path, out)
     (out / "config.json").write_text(json.dumps({
         "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,

@@ -111,7 +111,7 @@ class Fp8Reader:
 
 def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """blocks [..., n, 16] uint8, scales [..., n] uint8 -> [..., n * 32] float32."""
-    halves = np.stack([blocks >> 4, blocks & 0x0F], axis=-1)  # [..., n, 16, 2]: low half first
+    halves = np.stack([blocks & 0x0F, blocks >> 4], axis=-1)  # [..., n, 16, 2]: low half first
     values = np.ldexp(_FP4[halves], scales.astype(np.int32)[..., None, None] - 127)
     return values.reshape(*blocks.shape[:-2], blocks.shape[-2] * MX_BLOCK)
 

@@ -1,7 +1,7 @@
 """Sentencepiece models: a .model file, or one rebuilt from the vocabulary inside a GGUF file."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 
 import sentencepiece
@@ -55,7 +55,7 @@ def load_spm(path: Path) -> Tokenizer:
 def from_model(model: bytes, processor: sentencepiece.SentencePieceProcessor, *, add_bos: bool,
                bos_id: int | None, eos_ids: tuple[int, ...], chat: ChatTemplate | None,
                added: Mapping[str, int] | None = None, declared: Mapping[str, int] | None = None,
-               space_after_special: bool = True) -> Tokenizer:
+               space_after_special: bool = True, swallowing: Set[str] = frozenset()) -> Tokenizer:
     """Wraps a sentencepiece model.
 
     Args:
@@ -64,6 +64,7 @@ def from_model(model: bytes, processor: sentencepiece.SentencePieceProcessor, *,
       declared: text -> id of tokens to treat as special besides the model's control pieces.
       space_after_special: put sentencepiece's leading space before the text after every special token
         (transformers' legacy behaviour, llama.cpp's too), not only at the start of the text.
+      swallowing: special tokens that take the whitespace after them with them (`rstrip` of tokenizer.json).
     """
     size = processor.vocab_size()
     control = {processor.id_to_piece(i): i for i in _where(processor.is_control, size)}
@@ -78,7 +79,7 @@ def from_model(model: bytes, processor: sentencepiece.SentencePieceProcessor, *,
         vocab_size=max([size, *(i + 1 for i in beyond)]), bos_id=bos_id, eos_ids=eos_ids,
         special_ids=frozenset(specials.values()), chat=chat,
         prefix=(bos_id,) if add_bos and bos_id is not None else (), specials=specials,
-        encoder=_encoder(processor, plain, split),
+        encoder=_encoder(processor, plain, split, swallowing),
         rules=_rules(processor, beyond, frozenset(specials.values())))
 
 
@@ -98,15 +99,17 @@ def split_pattern(texts: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _encoder(first: sentencepiece.SentencePieceProcessor, later: sentencepiece.SentencePieceProcessor,
-             split: Mapping[str, int]) -> Callable[[str], list[int]]:
+             split: Mapping[str, int], swallowing: Set[str]) -> Callable[[str], list[int]]:
     pattern = split_pattern(split)
 
     def encode(text: str) -> list[int]:
         if not text.isascii():
             text.encode()  # UnicodeEncodeError for a lone surrogate
         ids: list[int] = []
-        processor = first
+        processor, before = first, ""
         for part in pattern.split(text) if pattern else [text]:
+            part = part.lstrip() if before in swallowing else part
+            before = part or before
             if part in split:
                 ids.append(split[part])
             elif part:

@@ -12,9 +12,9 @@ DATA = Path(__file__).parents[1] / "data"
 SPACE = "\u2581"
 
 
-def write_gguf(path: Path, model: str, tokens: list[str], types: list[int], **keys) -> Path:
+def write_gguf(path: Path, model: str, tokens: list[str], types: list[int], architecture="llama", **keys) -> Path:
     """A GGUF file that holds a vocabulary and no tensors."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
     writer.add_token_types(types)

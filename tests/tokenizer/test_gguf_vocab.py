@@ -143,6 +143,19 @@ def test_spm_without_space_prefix(tmp_path):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_phi3_tokens_take_the_whitespace_after_them(tmp_path):
+    tokens, scores, types = spm_vocabulary()
+    ids = {}
+    for architecture in ("llama", "phi3"):
+        path = write_gguf(tmp_path / f"{architecture}.gguf", "llama", tokens, types, architecture,
+                          add_token_scores=scores, add_bos_token_id=1, add_eos_token_id=2)
+        encode = load_tokenizer(path).encode
+        ids[architecture] = [encode(text, add_special=False) for text in ("<turn>\n he", "<turn> \n<turn>he", "<s> he")]
+    turn, word = 278, ids["phi3"][0][1:]
+    assert ids["phi3"] == [[turn, *word], [turn, turn, *word], ids["llama"][2]]
+    assert [len(found) for found in ids["llama"]] > [len(found) for found in ids["phi3"]]
+
+
 def test_end_of_turn_found_by_text(tmp_path):
     tokens, types, merges = bpe_vocabulary()
     path = write_gguf(tmp_path / "t.gguf", "gpt2", tokens, types, add_token_merges=merges,

@@ -11,8 +11,8 @@ from jinfer.weights.gguf_meta import read_metadata
 
 
 def has_gguf_tokenizer(path: Path) -> bool:
-    """Whether the GGUF file `path` holds a vocabulary."""
-    return "tokenizer.ggml.tokens" in read_metadata(path)
+    """Whether `path` is a GGUF file that holds a vocabulary."""
+    return path.is_file() and "tokenizer.ggml.tokens" in read_metadata(path)
 
 
 def write_gguf_tokenizer(path: Path, folder: Path) -> None:

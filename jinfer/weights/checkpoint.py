@@ -81,7 +81,8 @@ def _open_folder(path: Path) -> Checkpoint:
     if (path / FOLDER).is_dir():
         return _checkpoint(config, OrbaxReader(path / FOLDER), path)
     storage = read_storage(Section(path / "config.json"))
-    stored = SafetensorsReader(path, packed=storage.packing is not None, ignored=storage.ignored)
+    stored = SafetensorsReader(path, packed=storage.packing is not None, ignored=storage.ignored,
+                               renamed=storage.renamed)
     _check_buffers(stored, config)
     return _checkpoint(config, unpacked(stored, storage.packing), path)
 

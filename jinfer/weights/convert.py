@@ -18,6 +18,8 @@ from jinfer.tokenizer.hf_write import has_gguf_tokenizer, write_gguf_tokenizer
 from jinfer.weights.checkpoint import Checkpoint, open_checkpoint
 from jinfer.weights.files import CONFIG, is_full, new_folder, synced
 from jinfer.weights.hf_config import read_hf_config
+from jinfer.weights.hf_section import Section
+from jinfer.weights.hf_text import reads_images
 from jinfer.weights.hf_write import hf_config, hf_generation_config
 from jinfer.weights.orbax import FOLDER
 from jinfer.weights.safetensors_write import SHARD_BYTES, safetensors_targets, write_safetensors
@@ -119,10 +121,10 @@ def _write_side_files(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def _config(checkpoint: Checkpoint, dtype: StoredType) -> str:
-    """The new config.json: the old one if there is one, told how tensors are stored now."""
+    """The new config.json: the old one if there is one of a language model, told how tensors are stored now."""
     stored = checkpoint.stored_dtype if dtype == "keep" else dtype
     stored = "float32" if stored == "quantized" else stored
-    if checkpoint.path.is_dir():
+    if checkpoint.path.is_dir() and not reads_images(Section(checkpoint.path / CONFIG)):
         return _edited((checkpoint.path / CONFIG).read_text("utf-8"), None if dtype == "keep" else stored)
     text = _json(hf_config(checkpoint.config, stored))
     with tempfile.TemporaryDirectory() as trial:

@@ -11,13 +11,14 @@ from jinfer.weights.hf_families import ARCHITECTURES, Architecture
 from jinfer.weights.hf_rope import context_length
 from jinfer.weights.hf_section import Section
 from jinfer.weights.hf_storage import read_storage
+from jinfer.weights.hf_text import text_section
 
 __all__ = ["context_length", "read_hf_config"]
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
     """ModelConfig of the model in `folder`. ConfigError names the file and the key."""
-    main = Section(folder / "config.json")
+    main = text_section(Section(folder / "config.json"))
     architecture = _architecture(main)
     architecture.refuse_other_options(main)
     main = Section(main.path, architecture.shapes | {k: v for k, v in main.data.items() if v is not None
@@ -53,9 +54,6 @@ def _architecture(main: Section) -> Architecture:
             if architecture.model_type == kind:
                 return architecture
         main.fail("model_type", f"{kind!r} is not supported; supported architectures: {known}")
-    if names == ["Gemma3ForConditionalGeneration"]:
-        main.fail("architectures", "Gemma3ForConditionalGeneration reads images too, which is not supported; "
-                                   "its text model alone is a Gemma3ForCausalLM")
     if not isinstance(names, list) or names[0] not in ARCHITECTURES:
         main.fail("architectures", f"{names!r} is not supported; supported: {known}")
     return ARCHITECTURES[names[0]]

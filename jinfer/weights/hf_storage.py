@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jinfer.weights.hf_section import Section
+from jinfer.weights.hf_text import IGNORED, RENAMED, reads_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,19 @@ class Storage:
     """Attributes:
     packing: of weights; None where they are stored plainly.
     ignored: prefixes of tensors that are of no use here: DeepSeek-V3's layers that guess further tokens lie after
-      the model's own.
+      the model's own, and a language model may lie beside what reads images.
+    renamed: prefixes of the others, and what jinfer calls them.
     """
 
     packing: Packing | None
     ignored: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 def read_storage(main: Section) -> Storage:
     """ConfigError names what is not supported."""
+    if reads_images(main):
+        return Storage(_packing(main), IGNORED, RENAMED)
     layers = main.integer("num_hidden_layers")
     extra = main.count(main.either("num_nextn_predict_layers", "num_mtp_layers"), 0)
     return Storage(_packing(main), tuple(f"model.layers.{layers + i}." for i in range(extra)))

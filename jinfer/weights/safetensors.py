@@ -28,14 +28,16 @@ class SafetensorsReader:
     """Tensors of a Hugging Face folder by their stored names; only what is asked for is read. Thread safe.
 
     packed: bytes and 8-bit floats (E4M3) are welcome too. ignored: prefixes of tensors that are not shown.
+    renamed: prefixes that are shown as others.
 
     Raises CheckpointError naming the file or tensor for a missing or truncated file, an index that names a
     tensor its shard lacks, or a stored type other than float32, float16 and bfloat16.
     """
 
-    def __init__(self, folder: Path, *, packed: bool = False, ignored: tuple[str, ...] = ()):
+    def __init__(self, folder: Path, *, packed: bool = False, ignored: tuple[str, ...] = (),
+                 renamed: tuple[tuple[str, str], ...] = ()):
         self._types = _DTYPES | (_PACKED if packed else {})
-        self._ignored = ignored
+        self._ignored, self._renamed = ignored, renamed
         self._entries: dict[str, _Entry] = {}
         self._buffers: dict[str, _Entry] = {}
         if (folder / SINGLE).exists():
@@ -109,12 +111,13 @@ class SafetensorsReader:
             kind, shape, (start, stop) = (header[name][key] for key in ("dtype", "shape", "data_offsets"))
             if kind not in self._types:
                 raise CheckpointError(f"{path}: tensor {name} has the unsupported type {kind}")
-            if name in self._entries or name in self._buffers:
-                raise CheckpointError(f"{path}: tensor {name} is stored in two shards")
             if name.startswith(self._ignored):
                 continue
+            shown = next((new + name.removeprefix(old) for old, new in self._renamed if name.startswith(old)), name)
+            if shown in self._entries or shown in self._buffers:
+                raise CheckpointError(f"{path}: tensor {name} is stored twice")
             entry = _Entry(data[start:stop].view(self._types[kind]).reshape(shape), kind)
-            (self._buffers if _BUFFER.search(name) else self._entries)[name] = entry
+            (self._buffers if _BUFFER.search(shown) else self._entries)[shown] = entry
         return set(header)
 
 

@@ -283,7 +283,6 @@ def test_mistral_window(folder):
     ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention", "chunked_attention"]}, "chunked"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": None, "layer_types": ["sliding_attention"] * 2},
      "sliding_window"),
-    ({"architectures": ["Gemma3ForConditionalGeneration"]}, "images"),
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ({"logit_scale": 0.5}, "logit_scale"),
     ({"clip_qkv": 8.0}, "clip_qkv"),

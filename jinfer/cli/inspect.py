@@ -123,5 +123,5 @@ def _fit_table(card: "Card") -> "Table":
     for memory, dtype in dict.fromkeys((fit.memory, fit.dtype) for fit in card.fits):
         row = [fit for fit in card.fits if (fit.memory, fit.dtype) == (memory, dtype)]
         table.add_row(f"{memory / 2**30:,.1f} GiB", f"{dtype}, {row[0].weight_bytes / 2**30:,.2f} GiB",
-                      *("weights do not fit" if fit.context is None else f"{fit.context:,}" for fit in row))
+                      *("too large" if fit.context is None else f"{fit.context:,}" for fit in row))
     return table

@@ -21,7 +21,7 @@ from jinfer.weights.slabs import Slab, Target
 CUTS = 8  # parts an axis is cut into, if they are not too small: what a mesh's axis usually divides
 CHUNK_BYTES = (64 << 10, 4 << 20)
 BAND_BYTES = 16 << 20  # all chunks of the same rows: they are written together
-COMMIT_BYTES = 64 << 20  # a transaction: one data file, and what is kept in memory
+COMMIT_BYTES = 32 << 20  # a transaction: one data file, and what is kept in memory
 
 
 def orbax_targets(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, np.dtype]) -> dict[str, Target]:

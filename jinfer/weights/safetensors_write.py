@@ -12,6 +12,7 @@ from jinfer.weights.safetensors import INDEX, SINGLE
 from jinfer.weights.slabs import Slab, Target
 
 SHARD_BYTES = 5_000_000_000  # as large as the Hub's tools make them
+ALIGNMENT = 64  # where the data begins: arrays over the mapped file can be used as they are
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -71,5 +72,5 @@ def _header(targets: Mapping[str, Target], names: list[str]) -> bytes:
                        "data_offsets": [offset, offset + target.nbytes]}
         offset += target.nbytes
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text

@@ -46,6 +46,8 @@ def test_card_of_a_folder(jinfer):
     assert "│ 16.0 GiB │ float32, 0.00 GiB │ 256 │ 256 │ 256 │" in lines
     # 90 % of a MiB less 369,216 bytes of weights are 574,502: 140 pages of 64 positions of 64 bytes
     assert "│ 0.0 GiB │ bfloat16, 0.00 GiB │ 256 │ 256 │ 128 │" in lines
+    _, out, _ = jinfer("inspect", MODELS / "table_open", "--memory", "992000", "--json")  # 127 pages
+    assert [fit["context"] for fit in json.loads(out)["fits"] if fit["dtype"] == "bfloat16"] == [256, 256, 64]
 
 
 def test_weights_that_do_not_fit(jinfer):

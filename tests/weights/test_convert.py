@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from jinfer.errors import CheckpointError, ConfigError
 from jinfer.tokenizer import load_tokenizer
-from jinfer.weights import open_checkpoint
+from jinfer.weights import open_checkpoint, orbax_write, slabs
 from jinfer.weights.convert import convert
 from jinfer.weights.files import new_folder
 from jinfer.weights.hf_config import read_hf_config
@@ -143,6 +143,8 @@ def test_gguf(tmp_path, kind, to):
         assert new.encode(text) == ids
         assert new.decode(ids) == old.decode(ids)
         assert new.decode(ids, skip_special=False) == old.decode(ids, skip_special=False)
+    named = json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())
+    assert [old.specials[named[name]] for name in ("bos_token", "eos_token")] == [old.bos_id, old.eos_ids[0]]
     messages = [{"role": "user", "content": "hi"}]
     assert new.chat.render(messages) == old.chat.render(messages) != "hi"
 
@@ -277,7 +279,7 @@ def test_a_failing_reader_leaves_nothing(tmp_path, monkeypatch):
 
     read = SafetensorsReader.read
     monkeypatch.setattr(SafetensorsReader, "read", lambda self, name, index=(): (
-        read(self, name, index) if len(index) > 1 or "norm" not in name else (_ for _ in ()).throw(
+        read(self, name, index) if index == (slice(0, 1),) or "norm" not in name else (_ for _ in ()).throw(
             CheckpointError("tensor norm: cannot be read"))))
     for to in ("safetensors", "orbax"):
         with pytest.raises(CheckpointError, match="tensor norm"):
@@ -348,7 +350,9 @@ convert(Path("a"), Path("to") / sys.argv[1], sys.argv[1], progress=stop)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("to", ["safetensors", "orbax"])
-def test_memory_does_not_grow_with_the_model(tmp_path, to):
+def test_memory_does_not_grow_with_the_model(tmp_path, to, monkeypatch):
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 2 << 20)  # the allocator keeps several times what is in use
+    monkeypatch.setattr(orbax_write, "COMMIT_BYTES", 4 << 20)
     tensors = {f"t{i}": np.zeros((4096, 4096), ml_dtypes.bfloat16) for i in range(10)}  # 335 MB
     source = write_folder(tmp_path / "a", tensors)
     del tensors
@@ -363,5 +367,5 @@ def test_memory_does_not_grow_with_the_model(tmp_path, to):
         nonlocal peak
         peak = max(peak, held())
 
-    convert(source, tmp_path / "b", to, progress=look)
-    assert peak - before < 200e6
+    convert(source, tmp_path / "b", to, dtype="float16", progress=look)  # as stored, pieces would be views of the file
+    assert peak - before < 150e6

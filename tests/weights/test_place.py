@@ -1,7 +1,6 @@
 """Placing weights: progress, and what an error does to the rest."""
 
 import itertools
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -50,9 +49,9 @@ def test_every_format_gives_the_same_arrays(parts, tmp_path):
 
 def test_nothing_on_a_device_is_a_view_of_the_file(tmp_path):
     """The file may be replaced while the model runs."""
-    shutil.copytree(PLAIN, tmp_path / "m")
+    convert(PLAIN, tmp_path / "m", "safetensors", dtype="bfloat16")
     checkpoint, layout = open_checkpoint(tmp_path / "m"), Layout.build(LayoutConfig())
-    config = EngineConfig(dtype="float32")
+    config = EngineConfig(dtype="bfloat16")
     weights = place(Assembly.build(checkpoint.config, config, layout).parameters, checkpoint.reader, layout)
     before = [np.array(w) for w in weights]
     with (tmp_path / "m" / "model.safetensors").open("r+b") as file:

@@ -16,7 +16,7 @@ from jinfer.errors import CheckpointError, ConfigError
 from jinfer.tokenizer import load_tokenizer
 from jinfer.tokenizer.hf_write import has_gguf_tokenizer, write_gguf_tokenizer
 from jinfer.weights.checkpoint import Checkpoint, open_checkpoint
-from jinfer.weights.files import CONFIG, is_full, new_folder, synced
+from jinfer.weights.files import CONFIG, new_folder, reason, synced
 from jinfer.weights.hf_config import read_hf_config
 from jinfer.weights.hf_section import Section
 from jinfer.weights.hf_text import reads_images
@@ -103,8 +103,7 @@ def _write_orbax(path: Path, target: Path, targets: dict[str, Target], slabs: An
     try:
         write_orbax(path, targets, slabs, written)
     except (ValueError, RuntimeError) as error:  # what TensorStore makes of the system's errors
-        reason = "No space left on device" if is_full(error) else " ".join(str(error).split())
-        raise CheckpointError(f"{target}: cannot be written: {reason}") from None
+        raise CheckpointError(f"{target}: cannot be written: {reason(error)}") from None
 
 
 def _write_side_files(checkpoint: Checkpoint, folder: Path) -> None:

@@ -1,8 +1,8 @@
 """Folders that appear whole or not at all."""
 
 import contextlib
-import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -86,6 +86,7 @@ def _umask() -> int:
     return value
 
 
-def is_full(error: BaseException) -> bool:
-    """Whether a library's own exception says that the disk is full."""
-    return os.strerror(errno.ENOSPC) in str(error)
+def reason(error: BaseException) -> str:
+    """The system's own words, where TensorStore wraps its error in a page of context."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    return os.strerror(int(code[1])) if code else " ".join(str(error).split())

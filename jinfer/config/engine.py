@@ -46,7 +46,8 @@ class EngineConfig:
       max_rows: B, requests decoded together.
       max_context: longest sequence, prompt and output; None takes the model's.
       page_size: S, token positions in a KV page.
-      kv_pages: pages in the pool, the null page included; None sizes it from memory.
+      kv_pages: pages in the pool, the null page included; None sizes it from memory. Where layers differ in what they
+        see, pages of the largest page group: a window gets as many, but no more than it can use.
       kv_memory_gb: memory for the KV pool in GiB; None takes what is left (accelerators: of
         memory_utilization) or what max_rows full contexts need, whichever is smaller.
       memory_utilization: share of device memory jinfer may use.

@@ -78,7 +78,7 @@ class RequestPages:
     def extend(self, request: Request, stop: int, active: Sequence[Request]) -> int:
         """Pages for a chunk from request.computed to `stop`, as far as there are; returns where it can end.
 
-        A long chunk leaves the pages that active requests will want next; the shortest takes what it needs.
+        A long chunk leaves the pages that other active requests will want next; the shortest takes what it needs.
         """
         if not self._windows:
             return stop
@@ -88,11 +88,12 @@ class RequestPages:
             held, free = len(request.pages[g]), self.pools[g].free
             missing = pages_for(stop, size) - held
             if missing > free - len(active):
-                least = pages_for(start + 1, size) - held
-                missing = min(missing, max(least, free - self.wanted(active)[g]), free)
+                least, others = pages_for(start + 1, size) - held, self.wanted(active)[g] - self._wants(request, g)
+                stop = min(stop, (held + min(missing, max(least, free - others), free)) * size)
+        for g, _ in self._windows:
+            missing = pages_for(stop, size) - len(request.pages[g])
             if missing > 0:
                 self._take(request, g, missing)
-            stop = min(stop, len(request.pages[g]) * size)
         self._set_due(request)
         return stop
 

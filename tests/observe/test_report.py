@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from jinfer.engine.outputs import Completion, RequestOutput, Timing
-from jinfer.observe.metrics import Metrics
+from jinfer.observe.metrics import GroupPages, Metrics
 from jinfer.observe.report import Percentiles, Report, percentile, summary_table
 
 
@@ -60,6 +60,15 @@ def test_table():
     for words in ("a job", "requests", "3 (1 failed)", "prefill", "30.0 tok/s", "decode", "1.5 tok/s",
                   "100.0 / 300.0 / 300.0", "25 of 100 pages (25% of 50 MiB)",
                   "7 in warm-up (3.0 s), 1 after", "3.00 GB in 2.0 s (1.5 GB/s)"):
+        assert words in text.getvalue()
+
+
+def test_table_of_page_groups():
+    groups = (GroupPages(None, 100, 40, 70), GroupPages(512, 20, 5, 20))
+    metrics = Metrics(pages_total=120, pages_peak=90, page_groups=groups)
+    text = io.StringIO()
+    Console(file=text, width=100).print(summary_table(Report().summary(metrics, 1.0), "a job"))
+    for words in ("90 of 120 pages", "full attention", "70 of 100 pages", "window of 512", "20 of 20 pages"):
         assert words in text.getvalue()
 
 

@@ -58,6 +58,7 @@ class FakeDevice:
     def __init__(self, pools: Sequence[PagePool], *, decode_first: bool = False):
         self.page_size = pools[0].page_size
         self.windows = [pool.window for pool in pools]
+        self.sees = None if None in self.windows else max(self.windows)
         self.decode_first = decode_first
         self.kv: dict[tuple[int, int, int], int] = {}
         self.rows: dict[int, Row] = {}

@@ -10,9 +10,11 @@ from tests.scheduler.fake_device import Loop, alone, make_request, most_steps
 CONTEXT = 256
 
 
-def make(pages=64, page_size=8, **limits) -> tuple[Scheduler, Loop]:
+def make(pages=64, page_size=8, windows=(), **limits) -> tuple[Scheduler, Loop]:
+    """windows: (pages, window) of each page group; none means one group of `pages` that sees everything."""
     options = {"max_rows": 8, "max_context": CONTEXT, "prefill_tokens": 64, "max_chunks": 8} | limits
-    scheduler = Scheduler([PagePool(pages + 1, page_size)], **options)
+    pools = [PagePool(count + 1, page_size, window) for count, window in windows or [(pages, None)]]
+    scheduler = Scheduler(pools, **options)
     return scheduler, Loop(scheduler)
 
 
@@ -32,9 +34,9 @@ def queue(scheduler: Scheduler, lengths, max_tokens=10, **options) -> list[Reque
 def finish_all(scheduler: Scheduler, loop: Loop, requests: list[Request]) -> None:
     loop.run(most_steps(requests, scheduler))
     for request in requests:
-        assert request.outputs == alone(request)
+        assert request.outputs == alone(request, sees=loop.device.sees)
         assert request.status is Status.FINISHED
-    assert scheduler.pages.pools[0].held == 0
+    assert not any(pool.held for pool in scheduler.pages.pools)
 
 
 # Limits of length
@@ -278,6 +280,74 @@ def test_requests_that_each_need_the_whole_pool_run_one_after_another():
     requests = queue(scheduler, [1, 2, 3, 4, 5], max_tokens=16)
     finish_all(scheduler, loop, requests)
     assert scheduler.pages.pools[0].peak == 5
+
+
+# Windows (positions of pages: 8; a window of 10 and a step touch 3 of them at most)
+
+
+def test_a_prompt_longer_than_the_pool_goes_through_a_window():
+    scheduler, loop = make(windows=[(4, 10)])
+    (request,) = queue(scheduler, [100], max_tokens=30)
+    first, second = loop.step(), loop.step()
+    assert [(c.start, c.length) for c in first.chunks + second.chunks] == [(0, 32), (32, 16)]  # 23..31 stay: 2 pages
+    finish_all(scheduler, loop, [request])
+    assert scheduler.pages.pools[0].peak == 4
+
+
+def test_a_page_is_given_back_before_the_first_call_that_does_not_see_it():
+    scheduler, loop = make(windows=[(8, 10)])
+    (request,) = queue(scheduler, [15], max_tokens=20)
+    loop.step()
+    held = {}
+    while not request.outputs or request.length < 30:
+        (row,) = loop.step().rows
+        held[row.position] = [bool(page) for page in request.pages[0]]
+    assert held[16] == [True, True, True]  # sees 7..16
+    assert held[17] == [False, True, True]  # sees 8..17
+    assert held[24] == [False, True, True, True]
+    assert held[25] == [False, False, True, True]
+    finish_all(scheduler, loop, [request])
+
+
+def test_groups_that_see_everything_keep_their_pages_beside_a_window():
+    scheduler, loop = make(windows=[(20, None), (6, 10)])
+    requests = queue(scheduler, [60, 30], max_tokens=20)
+    while loop.step() and requests[0].length < 75:
+        pass
+    assert [sum(map(bool, pages)) for pages in requests[0].pages] == [10, 2]
+    finish_all(scheduler, loop, requests)
+
+
+def test_a_window_refuses_what_never_fits_and_nothing_else():
+    scheduler, loop = make(windows=[(64, None), (2, 10)])
+    with pytest.raises(CapacityError, match=r"max_tokens: 9 prompt tokens and up to 20 more need 3 KV pages of 8 tokens "
+                                            r"at once for a window of 10, the pool has 2"):
+        queue(scheduler, [9], max_tokens=20)
+    with pytest.raises(CapacityError, match="prompt: 20 prompt tokens"):
+        queue(scheduler, [20], max_tokens=0)
+    finish_all(scheduler, loop, queue(scheduler, [9], max_tokens=8))  # never a third page
+
+
+def test_half_computed_prompts_wait_for_older_ones_only():
+    """Two prompts share the pages of a window: the older one takes what it needs, the younger one the rest."""
+    scheduler, loop = make(windows=[(7, 10)], prefill_tokens=32)
+    requests = queue(scheduler, [200, 200], max_tokens=3)
+    finish_all(scheduler, loop, requests)
+    assert loop.steps <= most_steps(requests, scheduler)
+
+
+def test_what_a_later_request_gives_back_anyway_comes_before_preemption():
+    scheduler, loop = make(windows=[(9, 10)], prefill_tokens=40)
+    old = queue(scheduler, [15], max_tokens=12)
+    for _ in range(2):
+        loop.step()  # it writes 15
+    young = make_request("young", prompt_of(90, 3), max_tokens=1, context=CONTEXT)
+    scheduler.add(young)
+    loop.step()  # 16 needs a third page; the young one's first chunk takes all others
+    while old[0].status is not Status.FINISHED:
+        loop.step()
+    finish_all(scheduler, loop, [*old, young])
+    assert scheduler.preemptions == 0
 
 
 # Cancellation (case C19)

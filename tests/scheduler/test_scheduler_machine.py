@@ -15,11 +15,6 @@ from tests.scheduler.fake_device import VOCAB, Loop, alone, make_request, most_s
 WINDOWS = [(None,), (1,), (7,), (None, 8), (None, 3, 16), (5, 12)]
 
 
-def sees(windows):
-    """The longest window; None for everything."""
-    return None if None in windows else max(windows)
-
-
 class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(page_size=st.sampled_from([1, 2, 4, 8]), windows=st.sampled_from(WINDOWS), data=st.data(),
@@ -28,7 +23,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, page_size, windows, data, rows, prefill_tokens, max_chunks, steps, decode_first):
         self.steps = min(steps, page_size)
         self.pools = [PagePool(data.draw(st.integers(4, 24)) + 1, page_size, window) for window in windows]
-        self.sees = sees(windows)
         self.scheduler = Scheduler(self.pools, max_rows=rows, max_context=48, prefill_tokens=prefill_tokens,
                                    max_chunks=max_chunks, decode_steps=self.steps)
         self.loop = Loop(self.scheduler, decode_first=decode_first)
@@ -101,7 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         first = [order[id(request)] for request in self.loop.started]
         assert first == sorted(first), "not first come, first served"
         for request in self.requests:
-            expected = alone(request, self.loop.host_stops.get(request), self.sees)
+            expected = alone(request, self.loop.host_stops.get(request), self.loop.device.sees)
             if request.finish_reason == "cancelled":
                 assert request.outputs == expected[:len(request.outputs)]
             else:
@@ -151,5 +145,5 @@ def test_a_long_crowded_run(seed, windows, late):
     assert all(pool.held == 0 for pool in pools)
     for request in requests:
         ended = request.finish_reason != "cancelled"
-        expected = alone(request, sees=sees(windows))
+        expected = alone(request, sees=loop.device.sees)
         assert request.outputs == (expected if ended else expected[:len(request.outputs)])

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jinfer.config import ModelConfig
 from jinfer.models.activation import gate
-from jinfer.models.expert_linear import ExpertLinear, Stack, multiply
+from jinfer.models.expert_linear import ExpertLinear, Stack
 from jinfer.models.expert_names import ExpertNames
 from jinfer.models.mlp import GatedMLP
 from jinfer.models.parameter import Precision
@@ -40,13 +40,13 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, layout: Layout, precision: Precision, names: ExpertNames):
         experts, parts = config.experts, layout.degree("ffn")
         assert experts is not None
-        self.config, self.layout, self.inputs_first = config, layout, precision.inputs_first
+        self.config, self.layout = config, layout
         self.count = experts.count
         self.router = Router(experts, config.hidden_size, names.router, names.selection_bias)
         gate_up, down = names.weights(config, parts)
         gate_up_bias, down_bias = names.biases(config, parts) if experts.bias else (None, None)
-        self.gate_up = ExpertLinear(gate_up, gate_up_bias, precision)
-        self.down = ExpertLinear(down, down_bias, precision)
+        self.gate_up = ExpertLinear(gate_up, gate_up_bias, layout, precision)
+        self.down = ExpertLinear(down, down_bias, layout, precision)
         self.shared = _shared(config, layout, precision, names.shared) if experts.shared else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -65,12 +65,11 @@ class Experts(nnx.Module):
         axis = self.layout.mesh_axis("ffn")
 
         def local(x: jax.Array, weights: jax.Array, order: Order, gate_up: Stack, down: Stack) -> jax.Array:
-            def project(x: jax.Array, stack: Stack) -> jax.Array:
-                return multiply(x, stack, order.expert, order.sizes, inputs_first=self.inputs_first)
-
-            hidden = project(x.at[order.token].get(mode="promise_in_bounds"), gate_up)
+            taken = x.at[order.token].get(mode="promise_in_bounds")
+            hidden = self.gate_up.multiply(taken, gate_up, order.expert, order.sizes)
             halves = hidden.reshape(hidden.shape[0], 2, -1)
-            rows = project(gate(halves[:, 0], halves[:, 1], self.config).astype(x.dtype), down)
+            gated = gate(halves[:, 0], halves[:, 1], self.config).astype(x.dtype)
+            rows = self.down.multiply(gated, down, order.expert, order.sizes)
             # Gathered and not scattered: a token adds its experts up in its own order, whoever else is there.
             out = jnp.sum(weights[:, :, None] * rows.at[order.row].get(mode="promise_in_bounds"), axis=1)
             return jax.lax.psum(out.astype(x.dtype), axis) if cut else out

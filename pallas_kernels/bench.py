@@ -46,6 +46,10 @@ class Heads:
 
 
 MODELS = (Heads("llama-8b", 32, 8, 128), Heads("llama-70b/8", 8, 1, 128))
+# Latent attention (arXiv 2412.19437): keys of 576 lanes, of which the first are the values. An eighth of V3 has the
+# shape of V2-Lite.
+LATENT = (Heads("deepseek-v3", 128, 1, 576), Heads("deepseek-v3/8", 16, 1, 576))
+VALUE_LANES = 512
 
 
 def cases(operation: str, kind: str, platform: str) -> list[Case]:

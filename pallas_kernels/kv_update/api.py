@@ -57,7 +57,7 @@ def kv_update[V: Pages | None](
     arguments: Any = (k_pages, v_pages, widen(k, pool[3]), None if v is None else widen(v, pool[3]), page_table,
                       query_starts, kv_lengths)
     run: Any = reference.kv_update
-    match "reference" if v_pages is None else choose(implementation):  # the kernels of keys only are to come
+    match choose(implementation):
         case "tpu":
             run = tpu.kv_update
         case "gpu":

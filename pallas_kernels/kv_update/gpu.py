@@ -22,17 +22,17 @@ class _Inputs(NamedTuple):
     held: Any  # [T], positions its sequence holds up to the token; none of padding
     page_table: Any  # [Q * M]
     first_page: Any  # [1] or None
-    new: tuple[Any, Any]  # [T * K, H]
-    pools: tuple[Any, Any]  # Pages of [P * K * S, H], scales [P * K * S]; the outputs are these buffers
+    new: tuple[Any, ...]  # [T * K, H], of keys and perhaps values
+    pools: tuple[Any, ...]  # Pages of [P * K * S, H], scales [P * K * S]; the outputs are these buffers
 
 
-def kv_update(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, page_table: jax.Array,
+def kv_update(k_pages: Pages, v_pages: Pages | None, k: jax.Array, v: jax.Array | None, page_table: jax.Array,
               query_starts: jax.Array, kv_lengths: jax.Array, *, first_page: jax.Array | None, decode: bool,
-              interpret: bool = False) -> tuple[Pages, Pages]:
+              interpret: bool = False) -> tuple[Pages, Pages | None]:
     """See api.kv_update; padding goes to the null page; interpret runs it on any device."""
-    pools = k_pages, v_pages
+    pools, new = ((k_pages,), (k,)) if v_pages is None or v is None else ((k_pages, v_pages), (k, v))
     if not supported(*pools, interpret=interpret):
-        return reference.kv_update(*pools, k, v, page_table, query_starts, kv_lengths, first_page=first_page,
+        return reference.kv_update(k_pages, v_pages, k, v, page_table, query_starts, kv_lengths, first_page=first_page,
                                    decode=decode)
     tokens, kv_heads, width = k.shape
     page_size = k_pages.data.shape[2]
@@ -45,7 +45,7 @@ def kv_update(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, page_t
         row = jnp.minimum(row, kv_lengths.shape[0] - 1)
         held = jnp.where(index < query_starts[-1], kv_lengths[row] - query_starts[row + 1] + index + 1, 0)
     inputs = _Inputs(row, held, page_table.reshape(-1), None if first_page is None else first_page.reshape(1),
-                     (k.reshape(-1, width), v.reshape(-1, width)), (flat(k_pages), flat(v_pages)))
+                     tuple(x.reshape(-1, width) for x in new), tuple(map(flat, pools)))
     lanes = power_of_two(width)
     heads = min(power_of_two(kv_heads), max(1, PROGRAM_ELEMENTS // lanes))
     before = len(jax.tree.leaves(inputs[:-1]))
@@ -58,8 +58,8 @@ def kv_update(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, page_t
         input_output_aliases={before + i: i for i in range(len(jax.tree.leaves(pools)))},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1), name="kv_update", interpret=interpret,
     )(inputs)
-    k_out, v_out = jax.tree.map(lambda x, old: x.reshape(old.shape), out, pools)
-    return k_out, v_out
+    k_out, *v_out = jax.tree.map(lambda x, old: x.reshape(old.shape), out, pools)
+    return k_out, v_out[0] if v_out else None
 
 
 def _kernel(refs: _Inputs, *pools: Any, kv_heads: int, row_pages: int, page_size: int, scale_size: int, heads: int,

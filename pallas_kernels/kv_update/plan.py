@@ -1,6 +1,7 @@
 """Sizes of the TPU kernels' blocks, from what VMEM holds."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from pallas_kernels.chips import local_chip
 from pallas_kernels.pages import Pages
@@ -24,11 +25,11 @@ class Plan:
     limit: int
 
 
-def make_plan(module: str, k_pages: Pages, v_pages: Pages, tokens: int, *, decode: bool) -> Plan:
-    """The largest block of T = `tokens` tokens that fits, or what the table beside `module` (a `__file__`) says."""
+def make_plan(module: str, pools: Sequence[Pages], tokens: int, *, decode: bool) -> Plan:
+    """The largest block of T = `tokens` tokens that fits, or what the table beside `module` (a `__file__`) says; pools:
+    of keys and, if there is one, of values."""
     vmem = local_chip().vmem
-    pools = (k_pages, v_pages)
-    _, kv_heads, size, width = k_pages.data.shape
+    _, kv_heads, size, width = pools[0].data.shape
     names = " ".join(pages.data.dtype.name for pages in pools)
     entry = tuned(module, f"{names} heads={kv_heads} width={width} page={size} {'decode' if decode else 'chunk'}")
     least = SUBLANES if decode else LANES

@@ -20,9 +20,9 @@ from pallas_kernels.kv_update.plan import Plan, make_plan
 from pallas_kernels.pages import Pages, check_tiling, quantize
 
 
-def kv_update(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, page_table: jax.Array,
+def kv_update(k_pages: Pages, v_pages: Pages | None, k: jax.Array, v: jax.Array | None, page_table: jax.Array,
               query_starts: jax.Array, kv_lengths: jax.Array, *, first_page: jax.Array | None, decode: bool,
-              interpret: Any = False) -> tuple[Pages, Pages]:
+              interpret: Any = False) -> tuple[Pages, Pages | None]:
     """See api.kv_update. Padding is written nowhere, and quantising is XLA's part.
 
     Args:
@@ -31,19 +31,19 @@ def kv_update(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, page_t
     Raises:
       ValueError: float16 pages, or pages that are no whole number of tiles.
     """
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+    pools = [(k_pages, k)] if v_pages is None or v is None else [(k_pages, k), (v_pages, v)]
+    for name, (pages, _) in zip(("k_pages", "v_pages"), pools, strict=False):
         check_tiling(name, pages)
-    plan = make_plan(__file__, k_pages, v_pages, k.shape[0], decode=decode)
+    plan = make_plan(__file__, [pages for pages, _ in pools], k.shape[0], decode=decode)
     items = work_items(page_table, query_starts, kv_lengths, k.shape[0], k_pages.data.shape[2], plan.block,
                        decode=decode)
     first = jnp.zeros(1, jnp.int32) if first_page is None else first_page.reshape(1)
     # The full interpreter has no bitcasts of references: it gets words.
     worded = isinstance(interpret, pltpu.InterpretParams)
-    streams = [s for pages, new in ((k_pages, k), (v_pages, v)) for s in _streams(pages, new, plan, worded)]
-    pools = iter(_move(items, first, streams, plan, interpret))
-    k_new, v_new = (_pages(pages, next(pools), None if pages.scales is None else next(pools))
-                    for pages in (k_pages, v_pages))
-    return k_new, v_new
+    streams = [s for pages, new in pools for s in _streams(pages, new, plan, worded)]
+    moved = iter(_move(items, first, streams, plan, interpret))
+    k_new, *v_new = [_pages(pages, next(moved), None if pages.scales is None else next(moved)) for pages, _ in pools]
+    return k_new, v_new[0] if v_new else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -71,11 +71,9 @@ def paged_attention(
     out_width = q.shape[2] if value_lanes is None else value_lanes
     arguments = (widen(q, pool[3]), k_pages, v_pages, page_table, query_starts, kv_lengths)
     options: Any = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks, "first_page": first_page,
-               "decode": decode}
-    if v_pages is None:
-        options["value_lanes"] = value_lanes
+               "decode": decode, "value_lanes": value_lanes}
     run: Any = reference.paged_attention
-    match "reference" if v_pages is None else choose(implementation):  # the kernels of keys only are to come
+    match choose(implementation):
         case "tpu":
             run = tpu.paged_attention
         case "gpu":

@@ -9,6 +9,8 @@ VMEM_SHARE = 0.625  # of the chip's; the rest is the compiler's for values that 
 POSITIONS = 512  # of a block, at least: products long enough to hide their latencies
 FETCH = 2**20  # bytes of K or V of a block, up to 4 * POSITIONS: a fetch takes a microsecond to begin
 QUERIES = 128  # of a window, at most
+ROWS = 2048  # query rows of a kv head in a window of more than the fewest queries, at most: pages are read for enough
+PART = 512  # of them in one product, at most, where heads share their values with their keys
 SCORES = 2**19  # of several kv heads computed as one array, which overlaps their products and reductions
 
 
@@ -17,16 +19,19 @@ class Sizes:
     """The static sizes of a call.
 
     Attributes:
-      heads, kv_heads, head_dim, page_size: N, K, H, S. queries: TQ, of a window; 1 in decode.
+      heads, kv_heads, head_dim, page_size: N, K, H, S. value_dim: lanes of a value. queries: TQ, of a window; 1 in
+        decode. parts: that a kv head's group of query heads is cut into, each computed like a kv head of its own.
       pages: of a block. depth: blocks in flight or in use. splits: parts a row's context is cut into.
-      scores: of kv heads computed together, at most, where that is more than one.
+      scores: of stacked groups computed together, at most, where that is more than one.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     page_size: int
     queries: int
+    parts: int
     pages: int
     depth: int
     splits: int
@@ -37,26 +42,31 @@ class Sizes:
         return self.queries == 1
 
     @property
+    def groups(self) -> int:
+        """Groups of query heads that are computed alike: K, or more where a kv head's are cut into parts."""
+        return self.kv_heads * self.parts
+
+    @property
     def group(self) -> int:
-        """G: query heads of a kv head; in decode padded to whole sublanes."""
-        group = self.heads // self.kv_heads
+        """G: query heads of a group; in decode padded to whole sublanes."""
+        group = self.heads // self.groups
         return up(group, SUBLANES) if self.decode else group
 
     @property
     def rows(self) -> int:
-        """Query rows of a kv head in a window, ordered (head of the group, token)."""
+        """Query rows of a group in a window, ordered (head of the group, token)."""
         return self.group * self.queries
 
     @property
     def tile(self) -> tuple[int, ...]:
-        """Shape of a window's queries and results."""
-        return (self.kv_heads, self.group, *(() if self.decode else (self.queries,)), self.head_dim)
+        """Shape of a window's queries and results but for the lanes, head_dim and value_dim."""
+        return (self.groups, self.group, *(() if self.decode else (self.queries,)))
 
     @property
     def together(self) -> int:
-        """Kv heads whose softmax is one: of few rows each, they hide each other's latencies."""
-        return max(n for n in range(1, self.kv_heads + 1)
-                   if self.kv_heads % n == 0 and (n == 1 or n * self.rows * self.positions <= self.scores))
+        """Groups whose softmax is one: of few rows each, they hide each other's latencies."""
+        return max(n for n in range(1, self.groups + 1)
+                   if self.groups % n == 0 and (n == 1 or n * self.rows * self.positions <= self.scores))
 
     @property
     def positions(self) -> int:
@@ -64,30 +74,36 @@ class Sizes:
         return self.pages * self.page_size
 
     def vmem(self, q_bytes: int, k_bytes: int, v_bytes: int) -> int:
-        """Bytes of scratch, and of the largest values, for q and pools of these bytes an element."""
-        lines = up(self.kv_heads * self.rows, SUBLANES)
+        """Bytes of scratch, and of the largest values, for q and pools of these bytes an element; v_bytes is 0 where
+        the keys hold the values."""
+        lines = up(self.groups * self.rows, SUBLANES)
         tile = lines * self.head_dim
-        states = lines * (self.head_dim + 3 * LANES) * 4  # the sum of values; maximum, total, sink
-        results = 2 * (tile * q_bytes if self.splits == 1 else (tile + lines * LANES) * 4)
+        states = lines * (self.value_dim + 3 * LANES) * 4  # the sum of values; maximum, total, sink
+        result = lines * self.value_dim
+        results = 2 * (result * q_bytes if self.splits == 1 else (result + lines * LANES) * 4)
         block = self.kv_heads * self.positions * self.head_dim
         scales = sum(4 * up(self.kv_heads, SUBLANES) * self.pages * LANES for n in (k_bytes, v_bytes) if n == 1)
         values = self.together * (3 * self.rows + self.head_dim) * self.positions * 4
         return (self.depth * (tile * q_bytes + block * (k_bytes + v_bytes) + scales) + results + states + values)
 
 
-def choose(*, heads: int, kv_heads: int, head_dim: int, page_size: int, table_width: int, chunk: tuple[int, int] | None,
-           bytes_each: tuple[int, int, int], chip: Chip, tuned: dict[str, int]) -> Sizes:
+def choose(*, heads: int, kv_heads: int, head_dim: int, value_dim: int, page_size: int, table_width: int,
+           chunk: tuple[int, int] | None, bytes_each: tuple[int, int, int], chip: Chip,
+           tuned: dict[str, int]) -> Sizes:
     """Sizes that fit the chip's VMEM.
 
     Args:
-      table_width: M. chunk: (T, Q) of ragged chunks, None in decode. bytes_each: of an element of q, k_pages, v_pages.
+      table_width: M. chunk: (T, Q) of ragged chunks, None in decode. bytes_each: of an element of q, k_pages, v_pages
+        (0 where the keys hold the values).
       tuned: what a table says, names of Sizes' fields; dropped where it would not fit.
     """
-    budget = int(chip.vmem * VMEM_SHARE)
+    budget, group = int(chip.vmem * VMEM_SHARE), heads // kv_heads
+    part = PART if bytes_each[2] == 0 else group * QUERIES
 
     def sizes(queries: int, positions: int, depth: int, scores: int = SCORES) -> Sizes:
         pages = max(1, min(positions // page_size, table_width))
-        return Sizes(heads, kv_heads, head_dim, page_size, queries, pages, depth, chip.cores, scores)
+        return Sizes(heads, kv_heads, head_dim, value_dim, page_size, queries, _parts(group, queries, part), pages,
+                     depth, chip.cores, scores)
 
     def fits(found: Sizes) -> bool:
         return found.vmem(*bytes_each) <= budget
@@ -100,7 +116,8 @@ def choose(*, heads: int, kv_heads: int, head_dim: int, page_size: int, table_wi
         # Wide windows for long chunks; many short ones would share a window and each pay for all of it.
         tokens, sequences = chunk
         wanted = power_of_two(max(16, 2 * tokens // sequences))
-        queries, positions, depth = min(QUERIES, up(tokens, 16), wanted), POSITIONS, 2
+        most = max(16, min(QUERIES, ROWS // group // 16 * 16))
+        queries, positions, depth = min(most, up(tokens, 16), wanted), POSITIONS, 2
     entry = dataclasses.replace(sizes(queries, positions, depth), **tuned)
     if tuned and fits(entry):
         return entry
@@ -118,6 +135,12 @@ def choose(*, heads: int, kv_heads: int, head_dim: int, page_size: int, table_wi
             raise ValueError(f"paged_attention: {heads} query heads, {kv_heads} kv heads of {head_dim} and pages of "
                              f"{page_size} need {found.vmem(*bytes_each)} bytes of VMEM, {budget} may be used")
     return found
+
+
+def _parts(group: int, queries: int, part: int) -> int:
+    """Into how many parts a group is cut so that each has `part` query rows at most, or is one head."""
+    return next(parts for parts in range(1, group + 1)
+                if group % parts == 0 and (group // parts * queries <= part or parts == group))
 
 
 def power_of_two(value: int) -> int:

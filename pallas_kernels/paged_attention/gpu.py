@@ -19,15 +19,15 @@ class _Places(NamedTuple):
     first_page: Any  # [1] or None
 
 
-def paged_attention(q: jax.Array, k_pages: Pages, v_pages: Pages, page_table: jax.Array, query_starts: jax.Array,
+def paged_attention(q: jax.Array, k_pages: Pages, v_pages: Pages | None, page_table: jax.Array, query_starts: jax.Array,
                     kv_lengths: jax.Array, *, scale: float, window: int | None, soft_cap: float | None,
                     sinks: jax.Array | None, first_page: jax.Array | None, decode: bool,
-                    interpret: bool = False) -> jax.Array:
+                    value_lanes: int | None = None, interpret: bool = False) -> jax.Array:
     """See api.paged_attention; interpret runs it on any device."""
-    if not supported(k_pages, v_pages, interpret=interpret):
+    if v_pages is None or not supported(k_pages, v_pages, interpret=interpret):
         return reference.paged_attention(
             q, k_pages, v_pages, page_table, query_starts, kv_lengths, scale=scale, window=window, soft_cap=soft_cap,
-            sinks=sinks, first_page=first_page, decode=decode)
+            sinks=sinks, first_page=first_page, decode=decode, value_lanes=value_lanes)
     tokens, heads, width = q.shape
     _, kv_heads, page_size, _ = k_pages.data.shape
     sequences, row_pages = page_table.shape

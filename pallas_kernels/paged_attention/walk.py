@@ -1,8 +1,9 @@
 """The TPU kernel of paged_attention (Mosaic): one program walks a list of blocks of pages.
 
 Pages are fetched whole, K and V of all kv heads at once, some blocks ahead of the products and across tiles; only pages
-that hold something visible are. Per kv head the queries of its group are the rows of two products a block, joined by an
-online softmax (arXiv 1805.02867) in base 2. On chips of two cores each takes its part of every context.
+that hold something visible are. Where the keys hold the values (latent attention) there is no V to fetch. Per kv head
+the queries of its group, or of a part of it, are the rows of two products a block, joined by an online softmax (arXiv
+1805.02867) in base 2. On chips of two cores each takes its part of every context.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ class Cursor(NamedTuple):
 
 def walk_blocks(sizes: Sizes, options: Options, *refs: Any) -> None:
     """The kernel: fields of Tiles, page table [Q * M] and first page [1] in scalar memory; q in HBM; sinks
-    [K, rows, 128] or None in VMEM; then dicts by name: pools and outputs in HBM, scratch."""
+    [groups, rows, 128] or None in VMEM; then dicts by name: pools and outputs in HBM, scratch."""
     count = len(Tiles._fields)
     table, first_page, q, sinks, pools, outputs, scratch = refs[count:]
     Walker(sizes, options, Tiles(*refs[:count]), table, first_page, q, sinks, pools, outputs, scratch,
@@ -219,44 +220,51 @@ class Walker:
         return jax.lax.broadcasted_iota(jnp.int32, (self.s.rows, 1), 0) % self.s.queries
 
     def each_heads(self, run) -> None:
-        """run(first) for the kv heads, `together` at a time."""
-        count = self.s.kv_heads // self.s.together
+        """run(first) for the groups, `together` at a time."""
+        count = self.s.groups // self.s.together
         if count == 1:
             run(0)
         else:
             jax.lax.fori_loop(0, count, lambda i, _: run(i * self.s.together), None)
 
+    @property
+    def values(self) -> str:
+        """Which pool holds the values, in its first lanes."""
+        return "v" if "v" in self.pools else "k"
+
     def clear(self, slot, base, end) -> None:
-        """Zeroes V from `end` on: another's leftovers or nothing ever written, and 0 * NaN is NaN."""
-        s, v = self.s, self.scratch["v"]
+        """Zeroes values from `end` on: another's leftovers or nothing ever written, and 0 * NaN is NaN."""
+        s = self.s
+        held = self.scratch[self.values].at[slot, :, :, :, : s.value_dim]
 
         def page(j, _):
-            position = base + j * s.page_size + jax.lax.broadcasted_iota(jnp.int32, (1, s.page_size, s.head_dim), 1)
-            v[slot, j] = jnp.where(position < end, v[slot, j].astype(jnp.float32), 0.0).astype(v.dtype)
+            position = base + j * s.page_size + jax.lax.broadcasted_iota(jnp.int32, (1, s.page_size, s.value_dim), 1)
+            held[j] = jnp.where(position < end, held[j].astype(jnp.float32), 0.0).astype(held.dtype)
 
         # A split's block may lie wholly past the end.
         jax.lax.fori_loop(jnp.maximum(end - base, 0) // s.page_size, s.pages, page, None)
 
     def accumulate(self, first, at: Cursor, slot, seen) -> None:
-        """A block joins the state of kv heads first:first + together; seen: [rows, C] bool, None where all is.
+        """A block joins the state of groups first:first + together; seen: [rows, C] bool, None where all is.
 
-        Heads are one array wherever they can be, so that their products and reductions overlap.
+        Groups are one array wherever they can be, so that their products and reductions overlap.
         """
         s, state, compute = self.s, self.scratch, self.options.compute
-        heads = [first + i for i in range(s.together)]
+        groups = [first + i for i in range(s.together)]
         stack = pl.ds(first, s.together)
         precision = jax.lax.Precision.HIGHEST if compute == jnp.float32 else None
 
-        def block(name, h):
-            return state[name][slot, :, h].reshape(s.positions, s.head_dim).astype(compute)
+        def block(name, group, width):
+            held = state[name][slot, :, group // s.parts, :, :width]
+            return held.reshape(s.positions, width).astype(compute)
 
-        def with_keys(h):
-            q = state["q"][at.turn % s.depth, h].reshape(s.rows, s.head_dim)
-            scores = jax.lax.dot_general(q, block("k", h), (((1,), (1,)), ((), ())), precision=precision,
-                                         preferred_element_type=jnp.float32)
-            return scores * self.scales("k_scales", slot, h) if "k_scales" in state else scores
+        def with_keys(group):
+            q = state["q"][at.turn % s.depth, group].reshape(s.rows, s.head_dim)
+            scores = jax.lax.dot_general(q, block("k", group, s.head_dim), (((1,), (1,)), ((), ())),
+                                         precision=precision, preferred_element_type=jnp.float32)
+            return scores * self.scales("k_scales", slot, group) if "k_scales" in state else scores
 
-        scores = jnp.stack([with_keys(h) for h in heads])  # [together, rows, C]
+        scores = jnp.stack([with_keys(group) for group in groups])  # [together, rows, C]
         if self.options.cap is not None:
             scores = jnp.tanh(scores) * self.options.cap
         if seen is not None:
@@ -270,21 +278,24 @@ class Walker:
         state["total"][stack] = state["total"][stack] * keep + probs.sum(-1, keepdims=True)
         state["top"][stack] = top
 
-        def with_values(i, h):
+        scales = f"{self.values}_scales"
+
+        def with_values(i, group):
             weights = probs[i]
-            if "v_scales" in state:
-                weights = weights * self.scales("v_scales", slot, h)
+            if scales in state:
+                weights = weights * self.scales(scales, slot, group)
                 if seen is not None:
                     weights = jnp.where(seen, weights, 0.0)
-            return jnp.dot(weights.astype(compute), block("v", h), precision=precision,
+            return jnp.dot(weights.astype(compute), block(self.values, group, s.value_dim), precision=precision,
                            preferred_element_type=jnp.float32)
 
-        values = jnp.stack([with_values(i, h) for i, h in enumerate(heads)])
-        state["acc"][stack] = state["acc"][stack] * _wide(keep, s.head_dim) + values
+        values = jnp.stack([with_values(i, group) for i, group in enumerate(groups)])
+        state["acc"][stack] = state["acc"][stack] * _wide(keep, s.value_dim) + values
 
-    def scales(self, name: str, slot, h):
-        """[1, C] of a kv head."""
-        pages = [self.scratch[name][slot, j, pl.ds(h, 1)][:, : self.s.page_size] for j in range(self.s.pages)]
+    def scales(self, name: str, slot, group):
+        """[1, C] of a group's kv head."""
+        head = pl.ds(group // self.s.parts, 1)
+        pages = [self.scratch[name][slot, j, head][:, : self.s.page_size] for j in range(self.s.pages)]
         return jnp.concatenate(pages, axis=1)
 
     def finish(self, at: Cursor) -> None:
@@ -300,7 +311,7 @@ class Walker:
         def some(first):
             stack = pl.ds(first, s.together)
             total = state["total"][stack]
-            results = {"out": state["acc"][stack] * _wide(1.0 / jnp.where(total == 0.0, 1.0, total), s.head_dim)}
+            results = {"out": state["acc"][stack] * _wide(1.0 / jnp.where(total == 0.0, 1.0, total), s.value_dim)}
             if "log" in self.outputs:
                 results["log"] = jnp.where(total > 0.0, state["top"][stack] + jnp.log2(total), MASKED)
             for name, value in results.items():

@@ -115,7 +115,7 @@ def test_plans_fit(dtype, kv_heads, tokens):
     """Here the chip is the smallest TPU."""
     pages = pool_shapes(100, kv_heads, 128, 256, dtype, "tpu")
     for decode in (True, False):
-        made = plan.make_plan(tpu.__file__, pages, pages, tokens, decode=decode)
+        made = plan.make_plan(tpu.__file__, (pages, pages), tokens, decode=decode)
         assert 2 * plan.vmem_bytes(pages, made) <= chips.local_chip().vmem // 2
         assert kv_heads % made.heads == 0
 

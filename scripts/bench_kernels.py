@@ -26,14 +26,13 @@ import jax.numpy as jnp
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pallas_kernels.bench import OPERATIONS, Case, Heads, cases  # noqa: E402
+from pallas_kernels.bench import OPERATIONS, VALUE_LANES, Case, Heads, cases  # noqa: E402
 from pallas_kernels.chips import CHIPS, Chip  # noqa: E402
 from pallas_kernels.flash_attention import bench as flash_bench  # noqa: E402
 from pallas_kernels.grouped_matmul import bench as moe_bench  # noqa: E402
 from pallas_kernels.kv_update import bench as update_bench  # noqa: E402
 from pallas_kernels.options import MASKED  # noqa: E402
 from pallas_kernels.paged_attention import bench as paged_bench  # noqa: E402
-from pallas_kernels.pages import Pages  # noqa: E402
 from pallas_kernels.platform import choose  # noqa: E402
 from scripts.aot_kernels import markdown  # noqa: E402
 
@@ -53,7 +52,8 @@ def quick(operation: str) -> list[Case]:
     if operation == "flash_attention":
         return [flash_bench.case(heads, rows, 128, "float32") for rows in (1, 2)]
     if operation == "paged_attention":
-        return [paged_bench.case(heads, 4, chunk, 256, "float32", "float32", "float32") for chunk in (1, 32)]
+        return [paged_bench.case(heads, 4, chunk, 256, "float32", "float32", "float32") for chunk in (1, 32)] + [
+            paged_bench.case(Heads("small latent", 8, 1, 576), 4, 1, 256, "float32", "float32", None)]
     if operation == "grouped_matmul":
         mixture = moe_bench.Mixture("small", 8, 2, 256, 128)
         return [moe_bench.case(mixture, tokens, "gate_up", "float32") for tokens in (4, 64)]
@@ -77,18 +77,19 @@ def _gathered(q, k_pages, v_pages, page_table, query_starts, kv_lengths):
     """Decode over pages gathered into [B, K, C, H] first, plain einsums and softmax."""
     rows, heads, width = q.shape
     kv_heads, page_size = k_pages.data.shape[1:3]
-    k, v = (pages.data[page_table].transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, -1, width)
-            for pages in (k_pages, v_pages))
+    k, *values = (pages.data[page_table].transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, -1, width)
+                  for pages in (k_pages, v_pages) if pages is not None)
+    v = values[0] if values else k[..., :VALUE_LANES]
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, width)
     scores = jnp.einsum("bkgh,bkch->bkgc", grouped, k, preferred_element_type=jnp.float32) * width**-0.5
     seen = jnp.arange(page_table.shape[1] * page_size) < kv_lengths[:, None]
     probs = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
-    return jnp.einsum("bkgc,bkch->bkgh", probs.astype(v.dtype), v).reshape(q.shape)
+    return jnp.einsum("bkgc,bkch->bkgh", probs.astype(v.dtype), v).reshape(rows, heads, -1)
 
 
 def relative_error(case: Case, function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
     """Norm of the difference from the reference in float32 over the reference's norm; the largest of the outputs."""
-    exact = tuple(x.astype(jnp.float32) if not isinstance(x, Pages) and jnp.issubdtype(x.dtype, jnp.floating) else x
+    exact = tuple(x.astype(jnp.float32) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating) else x
                   for x in arguments)
     wanted = jax.jit(functools.partial(case.function, implementation="reference"))(*exact)
     return float(_distance(jax.jit(function)(*arguments), wanted))

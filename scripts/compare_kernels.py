@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from pallas_kernels.aot import rivals  # noqa: E402
 from pallas_kernels.aot.cases import TARGET  # noqa: E402
 from pallas_kernels.aot.compiler import Compiled, CompileError, Compiler, can_compile  # noqa: E402
-from pallas_kernels.bench import MODELS, Heads  # noqa: E402
+from pallas_kernels.bench import LATENT, MODELS, Heads  # noqa: E402
 from pallas_kernels.flash_attention import bench as flash_bench  # noqa: E402
 from pallas_kernels.paged_attention import bench as paged_bench  # noqa: E402
 from scripts.aot_kernels import DEVICES, markdown  # noqa: E402
@@ -45,11 +45,16 @@ class Shape:
 
 
 def shapes(table: str) -> Iterator[Shape]:
-    """Decode and prefill of the two models; `table` names the device in JAX's table of tuned sizes."""
+    """Decode and prefill of the two models; `table` names the device in JAX's table of tuned sizes. Latent attention,
+    which JAX has no kernel for, stands alone."""
     for model in MODELS:
         for rows in (8, 64, 256):
             for context in (1024, 8192):
                 yield _decode(model, rows, context, table)
+    for model in LATENT:
+        for rows, chunk, context in ((8, 1, 1024), (8, 1, 8192), (64, 1, 1024), (64, 1, 8192), (1, 512, 8192)):
+            case = paged_bench.case(model, rows, chunk, context, "bfloat16", "bfloat16", None)
+            yield Shape("paged_attention", case.name, ())
     for model in MODELS:
         for tokens in (2048, 8192):
             arguments = (tokens, model.heads, model.kv_heads, model.head_dim)

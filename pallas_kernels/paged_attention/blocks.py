@@ -8,9 +8,10 @@ from pallas_kernels.tiling import LANES, SUBLANES, up
 VMEM_SHARE = 0.625  # of the chip's; the rest is the compiler's for values that do not stay in registers
 POSITIONS = 512  # of a block, at least: products long enough to hide their latencies
 FETCH = 2**20  # bytes of K or V of a block, up to 4 * POSITIONS: a fetch takes a microsecond to begin
+LATENT_FETCH = 3 * FETCH  # where keys hold the values: more to compute for each byte, a longer chain to fill
 QUERIES = 128  # of a window, at most
 ROWS = 2048  # query rows of a kv head in a window of more than the fewest queries, at most: pages are read for enough
-PART = 512  # of them in one product, at most, where heads share their values with their keys
+PART = 256  # of them in one product, at most, where heads share their values with their keys
 SCORES = 2**19  # of several kv heads computed as one array, which overlaps their products and reductions
 
 
@@ -23,6 +24,7 @@ class Sizes:
         decode. parts: that a kv head's group of query heads is cut into, each computed like a kv head of its own.
       pages: of a block. depth: blocks in flight or in use. splits: parts a row's context is cut into.
       scores: of stacked groups computed together, at most, where that is more than one.
+      strip: pages of a strip of a block, whose strips have products of their own; 0 if there is one strip.
     """
 
     heads: int
@@ -36,6 +38,7 @@ class Sizes:
     depth: int
     splits: int
     scores: int = SCORES
+    strip: int = 0
 
     @property
     def decode(self) -> bool:
@@ -73,6 +76,19 @@ class Sizes:
         """C: positions of a block."""
         return self.pages * self.page_size
 
+    @property
+    def strips(self) -> int:
+        return self.pages // self.strip if self.strip and self.pages % self.strip == 0 else 1
+
+    @property
+    def strip_positions(self) -> int:
+        return self.positions // self.strips
+
+    @property
+    def strip_counts(self) -> list[int]:
+        """How many strips of a block may be computed: powers of two, and all."""
+        return [1 << i for i in range((self.strips - 1).bit_length())] + [self.strips]
+
     def vmem(self, q_bytes: int, k_bytes: int, v_bytes: int) -> int:
         """Bytes of scratch, and of the largest values, for q and pools of these bytes an element; v_bytes is 0 where
         the keys hold the values."""
@@ -98,19 +114,22 @@ def choose(*, heads: int, kv_heads: int, head_dim: int, value_dim: int, page_siz
       tuned: what a table says, names of Sizes' fields; dropped where it would not fit.
     """
     budget, group = int(chip.vmem * VMEM_SHARE), heads // kv_heads
-    part = PART if bytes_each[2] == 0 else group * QUERIES
+    latent = bytes_each[2] == 0
+    part = PART if latent else group * QUERIES
 
     def sizes(queries: int, positions: int, depth: int, scores: int = SCORES) -> Sizes:
         pages = max(1, min(positions // page_size, table_width))
+        strip = POSITIONS // page_size if latent and queries == 1 else 0
+        pages -= pages % strip if 0 < strip < pages else 0
         return Sizes(heads, kv_heads, head_dim, value_dim, page_size, queries, _parts(group, queries, part), pages,
-                     depth, chip.cores, scores)
+                     depth, chip.cores, scores, strip)
 
     def fits(found: Sizes) -> bool:
         return found.vmem(*bytes_each) <= budget
 
     if chunk is None:
         queries, depth = 1, 4
-        fetched = FETCH // (kv_heads * head_dim * max(bytes_each[1:]))
+        fetched = (FETCH if not latent else LATENT_FETCH) // (kv_heads * head_dim * max(bytes_each[1:]))
         positions = min(max(power_of_two(max(fetched, 1)), POSITIONS), 4 * POSITIONS)
     else:
         # Wide windows for long chunks; many short ones would share a window and each pay for all of it.
@@ -131,6 +150,8 @@ def choose(*, heads: int, kv_heads: int, head_dim: int, value_dim: int, page_siz
             queries = max(16, queries // 32 * 16)  # whole tiles of bfloat16
         elif depth > 2:
             depth -= 1
+        elif positions > page_size:  # less than a register's lanes: slow, but it runs
+            positions //= 2
         else:
             raise ValueError(f"paged_attention: {heads} query heads, {kv_heads} kv heads of {head_dim} and pages of "
                              f"{page_size} need {found.vmem(*bytes_each)} bytes of VMEM, {budget} may be used")

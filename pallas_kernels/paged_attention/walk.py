@@ -7,6 +7,7 @@ the queries of its group, or of a part of it, are the rows of two products a blo
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -198,22 +199,36 @@ class Walker:
         if self.options.window is not None:
             edge |= base < end - self.options.window  # the last one does not
 
-        @pl.when(base + s.positions > end)
-        def _():
-            self.clear(slot, base, end)
-
         @pl.when(edge)
         def _():
-            column = base + jax.lax.broadcasted_iota(jnp.int32, (s.rows, s.positions), 1)
-            last = tiles.origin[at.tile] + self.line()
-            seen = column <= last
-            if self.options.window is not None:
-                seen &= column > last - self.options.window
-            self.each_heads(lambda first: self.accumulate(first, at, slot, seen))
+            # A block that ends early costs what it holds, to the next power of two of strips.
+            fewer = 0
+            for strips in s.strip_counts:
+                holds = True if fewer == 0 else base + fewer * s.strip_positions < end
+                if strips < s.strips:
+                    holds &= base + strips * s.strip_positions >= end
+                pl.when(holds)(functools.partial(self.partly, at, slot, base, strips))
+                fewer = strips
 
         @pl.when(~edge)
         def _():
-            self.each_heads(lambda first: self.accumulate(first, at, slot, None))
+            self.each_heads(lambda first: self.accumulate(first, at, slot, s.strips, None))
+
+    def partly(self, at: Cursor, slot, base, strips: int) -> None:
+        """The first strips of a block, not all of which everybody sees."""
+        s, end = self.s, self.end(at)
+        positions = strips * s.strip_positions
+
+        @pl.when(base + positions > end)
+        def _():
+            self.clear(slot, base, end, positions // s.page_size)
+
+        column = base + jax.lax.broadcasted_iota(jnp.int32, (s.rows, positions), 1)
+        last = self.tiles.origin[at.tile] + self.line()
+        seen = column <= last
+        if self.options.window is not None:
+            seen &= column > last - self.options.window
+        self.each_heads(lambda first: self.accumulate(first, at, slot, strips, seen))
 
     def line(self):
         """[rows, 1] int32: the query of each row, in its window."""
@@ -232,7 +247,7 @@ class Walker:
         """Which pool holds the values, in its first lanes."""
         return "v" if "v" in self.pools else "k"
 
-    def clear(self, slot, base, end) -> None:
+    def clear(self, slot, base, end, pages: int) -> None:
         """Zeroes values from `end` on: another's leftovers or nothing ever written, and 0 * NaN is NaN."""
         s = self.s
         held = self.scratch[self.values].at[slot, :, :, :, : s.value_dim]
@@ -242,61 +257,69 @@ class Walker:
             held[j] = jnp.where(position < end, held[j].astype(jnp.float32), 0.0).astype(held.dtype)
 
         # A split's block may lie wholly past the end.
-        jax.lax.fori_loop(jnp.maximum(end - base, 0) // s.page_size, s.pages, page, None)
+        jax.lax.fori_loop(jnp.maximum(end - base, 0) // s.page_size, pages, page, None)
 
-    def accumulate(self, first, at: Cursor, slot, seen) -> None:
-        """A block joins the state of groups first:first + together; seen: [rows, C] bool, None where all is.
+    def accumulate(self, first, at: Cursor, slot, count: int, seen) -> None:
+        """The first `count` strips of a block join the state of groups first:first + together; seen: [rows, C] bool,
+        None where all is.
 
-        Groups are one array wherever they can be, so that their products and reductions overlap.
+        Groups are one array wherever they can be, so that their products and reductions overlap. Strips have a softmax
+        of their own until they are added up: the products of one hide the latencies of another.
         """
         s, state, compute = self.s, self.scratch, self.options.compute
-        groups = [first + i for i in range(s.together)]
+        groups, strips = [first + i for i in range(s.together)], range(count)
         stack = pl.ds(first, s.together)
+        width, pages = s.strip_positions, s.strip_positions // s.page_size
         precision = jax.lax.Precision.HIGHEST if compute == jnp.float32 else None
 
-        def block(name, group, width):
-            held = state[name][slot, :, group // s.parts, :, :width]
-            return held.reshape(s.positions, width).astype(compute)
+        def block(name, strip, group, lanes):
+            held = state[name][slot, strip * pages : (strip + 1) * pages, group // s.parts, :, :lanes]
+            return held.reshape(width, lanes).astype(compute)
 
-        def with_keys(group):
+        def scales(name, strip, group):
+            head = pl.ds(group // s.parts, 1)
+            return jnp.concatenate([state[name][slot, strip * pages + j, head][:, : s.page_size] for j in range(pages)],
+                                   axis=1)  # [1, width]
+
+        def with_keys(strip, group):
             q = state["q"][at.turn % s.depth, group].reshape(s.rows, s.head_dim)
-            scores = jax.lax.dot_general(q, block("k", group, s.head_dim), (((1,), (1,)), ((), ())),
+            scores = jax.lax.dot_general(q, block("k", strip, group, s.head_dim), (((1,), (1,)), ((), ())),
                                          precision=precision, preferred_element_type=jnp.float32)
-            return scores * self.scales("k_scales", slot, group) if "k_scales" in state else scores
+            return scores * scales("k_scales", strip, group) if "k_scales" in state else scores
 
-        scores = jnp.stack([with_keys(group) for group in groups])  # [together, rows, C]
+        def masked(x, strip, instead):
+            return x if seen is None else jnp.where(seen[:, strip * width : (strip + 1) * width], x, instead)
+
+        # [together, rows, width] each
+        scores = [jnp.stack([with_keys(strip, group) for group in groups]) for strip in strips]
         if self.options.cap is not None:
-            scores = jnp.tanh(scores) * self.options.cap
-        if seen is not None:
-            scores = jnp.where(seen, scores, MASKED)
+            scores = [jnp.tanh(x) * self.options.cap for x in scores]
+        scores = [masked(scores[strip], strip, MASKED) for strip in strips]
         old = state["top"][stack]  # [together, rows, 128], equal in all lanes: to broadcast again would cost more
-        top = jnp.maximum(old, scores.max(-1, keepdims=True))
-        probs = jnp.exp2(scores - _wide(top, s.positions))
-        if seen is not None:
-            probs = jnp.where(seen, probs, 0.0)
+        tops = [jnp.broadcast_to(x.max(-1, keepdims=True), old.shape) for x in scores]
+        top = functools.reduce(jnp.maximum, tops, old)
+        if count == 1:
+            tops = [top]
+        probs = [masked(jnp.exp2(scores[strip] - _wide(tops[strip], width)), strip, 0.0) for strip in strips]
         keep = jnp.exp2(old - top)
-        state["total"][stack] = state["total"][stack] * keep + probs.sum(-1, keepdims=True)
-        state["top"][stack] = top
+        value_scales = f"{self.values}_scales"
 
-        scales = f"{self.values}_scales"
-
-        def with_values(i, group):
-            weights = probs[i]
-            if scales in state:
-                weights = weights * self.scales(scales, slot, group)
-                if seen is not None:
-                    weights = jnp.where(seen, weights, 0.0)
-            return jnp.dot(weights.astype(compute), block(self.values, group, s.value_dim), precision=precision,
+        def with_values(strip, i, group):
+            weights = probs[strip][i]
+            if value_scales in state:
+                weights = masked(weights * scales(value_scales, strip, group), strip, 0.0)
+            return jnp.dot(weights.astype(compute), block(self.values, strip, group, s.value_dim), precision=precision,
                            preferred_element_type=jnp.float32)
 
-        values = jnp.stack([with_values(i, group) for i, group in enumerate(groups)])
-        state["acc"][stack] = state["acc"][stack] * _wide(keep, s.value_dim) + values
-
-    def scales(self, name: str, slot, group):
-        """[1, C] of a group's kv head."""
-        head = pl.ds(group // self.s.parts, 1)
-        pages = [self.scratch[name][slot, j, head][:, : self.s.page_size] for j in range(self.s.pages)]
-        return jnp.concatenate(pages, axis=1)
+        totals = [x.sum(-1, keepdims=True) for x in probs]
+        values = [jnp.stack([with_values(strip, i, group) for i, group in enumerate(groups)]) for strip in strips]
+        if count > 1:
+            shares = [jnp.exp2(own - top) for own in tops]
+            totals = [x * share for x, share in zip(totals, shares, strict=True)]
+            values = [x * _wide(share, s.value_dim) for x, share in zip(values, shares, strict=True)]
+        state["total"][stack] = state["total"][stack] * keep + functools.reduce(jnp.add, totals)
+        state["top"][stack] = top
+        state["acc"][stack] = state["acc"][stack] * _wide(keep, s.value_dim) + functools.reduce(jnp.add, values)
 
     def finish(self, at: Cursor) -> None:
         s, state, slot = self.s, self.scratch, at.turn % 2

@@ -1,6 +1,7 @@
 """The TPU kernels over pools of keys only, in both interpreters; their block sizes; what the compiler makes of them."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.chips import CHIPS, SMALLEST_TPU
+from pallas_kernels.chips import CHIPS
 from pallas_kernels.kv_update import reference as update_reference
 from pallas_kernels.kv_update import tpu as update_tpu
 from pallas_kernels.paged_attention import reference, tpu
@@ -37,11 +38,12 @@ def latent(rng, starts, chunks, dtype, k_format, **options):
 
 @functools.cache
 def program(name, decode, module=tpu):
-    """The operation as api.py calls it; two pages a block, windows of 16 queries, groups of three heads."""
+    """The operation as api.py calls it; groups of three heads; in decode strips of one page, four a block, else windows
+    of 16 queries and two pages a block."""
     options = {"scale": 0.1, "window": None, "soft_cap": None, "sinks": None, "first_page": jnp.int32(FIRST_PAGE),
                "value_lanes": VALUES, **CONFIGS[name][2]}
     interpret = {"interpret": True} if module is tpu else {}
-    sizes = {"pages": 2, "parts": 2} | ({"depth": 3} if decode else {"queries": 16})
+    sizes = {"parts": 2} | ({"depth": 3, "pages": 4, "strip": 1} if decode else {"queries": 16, "pages": 2})
 
     @jax.jit
     def run(q, *others):
@@ -70,7 +72,7 @@ def check(name, case, decode):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(starts=st.lists(st.sampled_from([-1, *EDGES]), min_size=4, max_size=4), seed=st.integers(0, 99))
 def test_decode(name, starts, seed):
     """Lengths 0 (unused rows), 1, page and block edges."""
@@ -80,7 +82,7 @@ def test_decode(name, starts, seed):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(starts=st.lists(st.sampled_from(EDGES), min_size=4, max_size=4), seed=st.integers(0, 99),
        chunks=st.sampled_from([[0, 0, 0, 0], [1, 1, 1, 1], [40, 0, 0, 0], [0, 16, 17, 0], [7, 0, 30, 3]]))
 def test_chunks(name, starts, seed, chunks):
@@ -88,16 +90,16 @@ def test_chunks(name, starts, seed, chunks):
     check(name, latent(np.random.default_rng(seed), starts, chunks, *CONFIGS[name][:2], tokens=TOKENS), False)
 
 
-@pytest.mark.parametrize("decode", [False, True])
-@pytest.mark.parametrize(("dtype", "k_format", "splits"), [("float32", None, 2), ("bfloat16", "int8", 1)])
-def test_no_race_and_nothing_uninitialised(decode, dtype, k_format, splits):
+@pytest.mark.parametrize(("decode", "dtype", "k_format", "sizes"), [
+    (True, "bfloat16", None, {"pages": 2, "strip": 1}), (True, "float32", "int8", {"pages": 1, "splits": 2, "parts": 2}),
+    (False, "bfloat16", "int8", {"pages": 1, "parts": 2, "queries": 16})])
+def test_no_race_and_nothing_uninitialised(decode, dtype, k_format, sizes):
     """The full interpreter: copies land when they are awaited, memory nobody wrote is NaN, no index is out of bounds."""
     starts, chunks = ([0, 70], [1, 1]) if decode else ([0, 33], [9, 6])
     case = latent(np.random.default_rng(0), starts, chunks, dtype, k_format, heads=4, width=256, pages_per_row=3,
                   tokens=2 if decode else 16, first_page=0)
     options = {"scale": 0.1, "window": None, "soft_cap": None, "sinks": None, "first_page": None, "value_lanes": 128}
     with pytest.MonkeyPatch.context() as patch:
-        sizes = {"pages": 1, "splits": splits, "parts": 2} | ({} if decode else {"queries": 16})
         patch.setattr(tpu, "tuned", lambda *_: sizes)
         got = run_detecting_races(
             lambda interpret: tpu.paged_attention(*case, **options, decode=decode, interpret=interpret))
@@ -106,11 +108,11 @@ def test_no_race_and_nothing_uninitialised(decode, dtype, k_format, splits):
 
 
 @pytest.mark.parametrize(("starts", "chunks", "decode", "fmt"), [
-    ([0, 31, 64], [1, 1, 1], True, "bfloat16"), ([30, 5, 0], [40, 1, 33], False, "int8")])
+    ([0, 31], [1, 1], True, "bfloat16"), ([30, 0], [5, 3], False, "int8")])
 def test_an_update_writes_keys_only(starts, chunks, decode, fmt):
     """Bit by bit what the reference writes, but for the null page; with races as errors."""
     rng = np.random.default_rng(0)
-    case = latent(rng, starts, chunks, "bfloat16", fmt)
+    case = latent(rng, starts, chunks, "bfloat16", fmt, pages_per_row=2)
     k = jnp.asarray(rng.standard_normal((case.q.shape[0], 1, LANES)), jnp.bfloat16)
     arguments = case.k_pages, None, k, None, *case.sequences
     options = {"first_page": jnp.int32(FIRST_PAGE), "decode": decode}
@@ -124,17 +126,20 @@ def test_an_update_writes_keys_only(starts, chunks, decode, fmt):
             np.testing.assert_array_equal(got, wanted)
         return case.q
 
-    run(True)
     run_detecting_races(run)
 
 
-@pytest.mark.parametrize("heads", [8, 16, 64, 128])
-@pytest.mark.parametrize("chip", [SMALLEST_TPU, *(chip for kind, chip in CHIPS.items() if "TPU" in kind)], ids=str)
-def test_sizes_fit(heads, chip):
-    """DeepSeek's keys of 576 lanes, all chips: V3 on one device or cut eight ways."""
-    for chunk in (None, (16, 1), (512, 16), (8192, 1)):
-        for each in ((2, 2, 0), (4, 4, 0), (2, 1, 0)):
-            sizes = choose(heads=heads, kv_heads=1, head_dim=640, value_dim=512, page_size=64, table_width=128,
+@pytest.mark.parametrize("kind", [kind for kind in CHIPS if "TPU" in kind])
+def test_sizes_fit(kind):
+    """DeepSeek's keys of 576 lanes: V3 on one device or cut eight ways."""
+    chip = CHIPS[kind]
+    for heads, each in itertools.product((8, 16, 64, 128), ((2, 2, 0), (4, 4, 0), (2, 1, 0))):
+        for chunk in (None, (16, 1), (512, 16), (8192, 1)):
+            if chunk and heads > 16 and chip.vmem <= 16 << 20:
+                continue  # the fewest query rows that are whole tiles do not fit
+            sizes = choose(heads=heads, kv_heads=1, head_dim=640, value_dim=512, page_size=64, table_width=127,
                            chunk=chunk, bytes_each=each, chip=chip, tuned={})
             assert sizes.vmem(*each) <= chip.vmem * VMEM_SHARE
             assert heads % sizes.parts == 0
+            assert sizes.strips * sizes.strip_positions == sizes.positions
+            assert sizes.strip_counts[-1] == sizes.strips

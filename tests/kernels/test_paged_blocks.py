@@ -11,7 +11,7 @@ from pallas_kernels.chips import CHIPS
 from pallas_kernels.paged_attention.blocks import VMEM_SHARE, choose
 
 TPUS = {kind: chip for kind, chip in CHIPS.items() if "TPU" in kind}
-ARGUMENTS = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 64, "table_width": 128, "chunk": (512, 4),
+ARGUMENTS = {"heads": 32, "kv_heads": 8, "head_dim": 128, "value_dim": 128, "page_size": 64, "table_width": 128, "chunk": (512, 4),
              "bytes_each": (2, 2, 2), "chip": CHIPS["TPU v6 lite"], "tuned": {}}
 
 
@@ -24,7 +24,7 @@ def test_every_shape_gets_sizes_that_fit(kv_heads, group, head_dim, page_size, t
     if kv_heads * group > 64 or kv_heads * head_dim > 4096:  # more than any model has on one device
         return
     chip = TPUS[kind]
-    sizes = choose(heads=kv_heads * group, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size, table_width=table_width,
+    sizes = choose(heads=kv_heads * group, kv_heads=kv_heads, head_dim=head_dim, value_dim=head_dim, page_size=page_size, table_width=table_width,
                    chunk=chunk, bytes_each=width, chip=chip, tuned={})
     assert sizes.vmem(*width) <= chip.vmem * VMEM_SHARE
     assert sizes.pages <= table_width
@@ -35,7 +35,7 @@ def test_every_shape_gets_sizes_that_fit(kv_heads, group, head_dim, page_size, t
 
 def test_a_shape_that_cannot_fit_is_named():
     with pytest.raises(ValueError, match="512 kv heads of 512 and pages of 128 need"):
-        choose(**{**ARGUMENTS, "heads": 512, "kv_heads": 512, "head_dim": 512, "page_size": 128, "chip": CHIPS["TPU v4"]})
+        choose(**{**ARGUMENTS, "heads": 512, "kv_heads": 512, "head_dim": 512, "value_dim": 512, "page_size": 128, "chip": CHIPS["TPU v4"]})
 
 
 def test_long_chunks_get_wide_windows_and_many_short_ones_narrow_ones():

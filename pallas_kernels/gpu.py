@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
 class _Inputs(NamedTuple):
     q: Any  # [T * N, H]
     k: Any  # Pages of [rows, H], scales [rows]
-    v: Any
+    v: Any  # None where the first lanes of k are the values
     tiles: Any  # Tiles
     places: Any  # arrays that `address` reads
     sinks: Any  # [N] or None
@@ -64,37 +64,38 @@ def ragged_tiles(starts: jax.Array, lengths: jax.Array, tokens: int, size: int) 
     return Tiles(jnp.minimum(row, sequences - 1), begins[row] + offset, queries, end)
 
 
-def attend(q: jax.Array, k: Pages, v: Pages, tiles: Tiles, places: Any, address: Address, *, blocks: Blocks,
+def attend(q: jax.Array, k: Pages, v: Pages | None, tiles: Tiles, places: Any, address: Address, *, blocks: Blocks,
            kv_heads: int, scale: float, window: int | None, soft_cap: float | None, sinks: jax.Array | None,
-           name: str, interpret: bool = False) -> jax.Array:
+           name: str, value_lanes: int | None = None, interpret: bool = False) -> jax.Array:
     """Softmax attention of every tile's queries over the positions they see.
 
     Args:
-      q: [T, N, H]. k, v: data [.., H] and scales [..], seen as rows of one head and position each.
+      q: [T, N, H]. k, v: data [.., H] and scales [..], seen as rows of one head and position each. v None: the first
+        value_lanes of k.
       tiles: [W] each; every token is in one tile. address: finds a position's row, with `places`' arrays in hand.
       kv_heads: K. sinks: [N] float32 or None.
 
     Returns:
-      [T, N, H] in q's dtype; zeros for tokens that see nothing.
+      [T, N, H or value_lanes] in q's dtype; zeros for tokens that see nothing.
     """
     tokens, heads, width = q.shape
-    rows = tokens * heads
-    inputs = _Inputs(q.reshape(rows, width), flat(k), flat(v), tiles, places, sinks)
+    rows, out_width = tokens * heads, width if value_lanes is None else value_lanes
+    inputs = _Inputs(q.reshape(rows, width), flat(k), None if v is None else flat(v), tiles, places, sinks)
     if blocks.splits == 1:
-        outputs: Any = jax.ShapeDtypeStruct((rows, width), q.dtype)
+        outputs: Any = jax.ShapeDtypeStruct((rows, out_width), q.dtype)
     else:
         parts = jax.ShapeDtypeStruct((blocks.splits * rows,), jnp.float32)
-        outputs = (parts, parts, jax.ShapeDtypeStruct((blocks.splits * rows, width), jnp.float32))
+        outputs = (parts, parts, jax.ShapeDtypeStruct((blocks.splits * rows, out_width), jnp.float32))
     kernel = functools.partial(
-        _kernel, address=address, blocks=blocks, heads=heads, kv_heads=kv_heads, width=width, rows=rows, scale=scale,
-        window=window, soft_cap=soft_cap)
+        _kernel, address=address, blocks=blocks, heads=heads, kv_heads=kv_heads, width=width, out_width=out_width,
+        rows=rows, scale=scale, window=window, soft_cap=soft_cap)
     out = pl.pallas_call(
-        kernel, out_shape=outputs, grid=(tiles.end.shape[0], kv_heads, blocks.splits), name=name,
+        kernel, out_shape=outputs, grid=(tiles.end.shape[0], kv_heads * blocks.parts, blocks.splits), name=name,
         interpret=interpret, compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
     )(inputs)
     if blocks.splits > 1:
         out = _merge(*(x.reshape(blocks.splits, rows, *x.shape[1:]) for x in out))
-    return out.reshape(q.shape).astype(q.dtype)
+    return out.reshape(tokens, heads, out_width).astype(q.dtype)
 
 
 def flat(pages: Pages) -> Pages:
@@ -131,16 +132,21 @@ def _merge(top: jax.Array, total: jax.Array, acc: jax.Array) -> jax.Array:
 
 
 def _kernel(refs: _Inputs, *outputs: Any, address: Address, blocks: Blocks, heads: int, kv_heads: int, width: int,
-            rows: int, scale: float, window: int | None, soft_cap: float | None) -> None:
-    """One program: a tile's queries, the heads of one kv head folded into its rows, over one split's positions."""
+            out_width: int, rows: int, scale: float, window: int | None, soft_cap: float | None) -> None:
+    """One program: a tile's queries, the heads (or a part) of one kv head folded into its rows, over one split's
+    positions."""
     # The last tiles of a sequence see the most: started first, they do not run alone at the end.
     tile, kv_head, split = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    part = jnp.int32(0)
+    if blocks.parts > 1:
+        kv_head, part = jax.lax.div(kv_head, blocks.parts), jax.lax.rem(kv_head, blocks.parts)
     sequence, begin, queries = (tile, tile, 1) if refs.tiles.begin is None else (ref[tile] for ref in refs.tiles[:3])
     end = refs.tiles.end[tile]
     start = end - queries  # the first query's position
     group = heads // kv_heads
     index = jnp.arange(blocks.rows, dtype=jnp.int32)
     query, head = jax.lax.div(index, blocks.group), jax.lax.rem(index, blocks.group)
+    head += part * blocks.group
     real = (query < queries) & (head < group)
     head = kv_head * group + head
     # Rows that are not real point past the end, so that no two rows share an address.
@@ -148,9 +154,16 @@ def _kernel(refs: _Inputs, *outputs: Any, address: Address, blocks: Blocks, head
     lane = jnp.arange(blocks.width, dtype=jnp.int32)
 
     def block_mask(mask: jax.Array) -> jax.Array:
-        return mask[:, None] if width == blocks.width else mask[:, None] & (lane < width)
+        return mask[:, None] if out_width == blocks.width else mask[:, None] & (lane < out_width)
 
-    q = triton.load(refs.q.at[row[:, None], lane[None]], mask=block_mask(real), other=0.0)
+    rest = out_width + jnp.arange(blocks.rest, dtype=jnp.int32)
+
+    def rest_mask(mask: jax.Array) -> jax.Array:
+        return mask[:, None] & (rest < width)
+
+    # Two products where keys are wider than values: together their lanes may be no power of two.
+    areas = [(lane, block_mask)] + ([(rest, rest_mask)] if blocks.rest else [])
+    q = [triton.load(refs.q.at[row[:, None], lanes[None]], mask=mask(real), other=0.0) for lanes, mask in areas]
     last = jnp.where(real, start + query, -1)
     end = jnp.where(queries > 0, end, 0)
     low = jnp.int32(0) if window is None else jnp.maximum(start - window + 1, 0)
@@ -170,8 +183,12 @@ def _kernel(refs: _Inputs, *outputs: Any, address: Address, blocks: Blocks, head
         seen = position[None] <= last[:, None]
         if window is not None:
             seen &= position[None] > last[:, None] - window
-        k, k_scales = _load(refs.k, places, lane, held, block_mask, q.dtype)
-        v, v_scales = _load(refs.v, places, lane, held, block_mask, q.dtype)
+        k = [_load(refs.k, places, lanes, held, mask, refs.q.dtype) for lanes, mask in areas]
+        k_scales = _load_scales(refs.k, places, held)
+        v, v_scales = k[0], k_scales
+        if refs.v is not None:
+            v = _load(refs.v, places, lane, held, block_mask, refs.q.dtype)
+            v_scales = _load_scales(refs.v, places, held)
         return step(carry, q, k, v, k_scales, v_scales, seen, scale, soft_cap)
 
     turns = jax.lax.div(jnp.maximum(end - low, 0) + blocks.positions - 1, blocks.positions)
@@ -181,7 +198,7 @@ def _kernel(refs: _Inputs, *outputs: Any, address: Address, blocks: Blocks, head
 
     if blocks.splits == 1:
         out = acc / jnp.where(total == 0.0, 1.0, total)[:, None]
-        triton.store(outputs[0].at[row[:, None], lane[None]], out.astype(q.dtype), mask=block_mask(real))
+        triton.store(outputs[0].at[row[:, None], lane[None]], out.astype(refs.q.dtype), mask=block_mask(real))
         return
     top_ref, total_ref, acc_ref = outputs
     row = jnp.where(real, split * rows + row, blocks.splits * rows)
@@ -190,14 +207,15 @@ def _kernel(refs: _Inputs, *outputs: Any, address: Address, blocks: Blocks, head
     triton.store(acc_ref.at[row[:, None], lane[None]], acc, mask=block_mask(real))
 
 
-def step(carry: tuple[jax.Array, ...], q: jax.Array, k: jax.Array, v: jax.Array, k_scales: jax.Array | None,
+def step(carry: tuple[jax.Array, ...], q: list[jax.Array], k: list[jax.Array], v: jax.Array, k_scales: jax.Array | None,
          v_scales: jax.Array | None, seen: jax.Array, scale: float, soft_cap: float | None) -> tuple[jax.Array, ...]:
     """One turn of the online softmax (arXiv 1805.02867): carry is top [R], total [R], acc [R, H], float32.
 
-    q [R, H], k and v [C, H] in its dtype, scales [C] float32 or None, seen [R, C].
+    q [R, ..] and k [C, ..]: some of the lanes each; v [C, H], all of one dtype; scales [C] float32 or None,
+    seen [R, C].
     """
     top, total, acc = carry
-    scores = _dot(q, k, transposed=True) * scale
+    scores = functools.reduce(jnp.add, [_dot(a, b, transposed=True) for a, b in zip(q, k, strict=True)]) * scale
     if k_scales is not None:
         scores = scores * k_scales[None]
     scores = jnp.where(seen, capped(scores, soft_cap), MASKED)
@@ -210,15 +228,17 @@ def step(carry: tuple[jax.Array, ...], q: jax.Array, k: jax.Array, v: jax.Array,
 
 
 def _load(pages: Any, places: tuple[jax.Array, jax.Array], lane: jax.Array, held: jax.Array,
-          block_mask: Callable[[jax.Array], jax.Array], dtype: jax.typing.DTypeLike,
-          ) -> tuple[jax.Array, jax.Array | None]:
-    """Rows of keys or values [C, H] in `dtype` and their scales [C]; zeros where not held."""
-    rows, scale_rows = places
+          block_mask: Callable[[jax.Array], jax.Array], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Rows of keys or values [C, lanes] in `dtype`; zeros where not held."""
+    rows, _ = places
     zero = np.zeros((), pages.data.dtype)[()]  # of the pool's own type: the backend casts no integer to float8
     data = triton.load(pages.data.at[rows[:, None], lane[None]], mask=block_mask(held), other=zero)
-    if pages.scales is None:
-        return data.astype(dtype), None
-    return data.astype(dtype), triton.load(pages.scales.at[scale_rows], mask=held, other=0.0)
+    return data.astype(dtype)
+
+
+def _load_scales(pages: Any, places: tuple[jax.Array, jax.Array], held: jax.Array) -> jax.Array | None:
+    """Scales [C] of rows of keys or values."""
+    return None if pages.scales is None else triton.load(pages.scales.at[places[1]], mask=held, other=0.0)
 
 
 def _dot(a: jax.Array, b: jax.Array, *, transposed: bool = False) -> jax.Array:

@@ -22,8 +22,8 @@ def latent(rng, starts, chunks, **options):
 
 @pytest.mark.parametrize("decode", [False, True])
 @pytest.mark.parametrize(("dtype", "k_format", "options"), [
-    ("float32", None, {}), ("float32", None, {"window": 5, "sinks": jnp.linspace(-2, 2, 4, dtype=jnp.float32)}),
-    ("float32", "int8", {"soft_cap": 2.0}), ("bfloat16", None, {}), ("bfloat16", "float8_e4m3fn", {})])
+    ("float32", None, {"window": 5, "sinks": jnp.linspace(-2, 2, 4, dtype=jnp.float32)}),
+    ("float32", "int8", {"soft_cap": 2.0}), ("bfloat16", None, {})])
 def test_it_equals_the_oracle(monkeypatch, decode, dtype, k_format, options):
     for name, value in (("DECODE_PAGES", 3), ("CHUNK_BLOCK", 8), ("CHUNK_QUERIES", 4)):
         monkeypatch.setattr(reference, name, value)
@@ -41,17 +41,7 @@ def test_it_equals_the_oracle(monkeypatch, decode, dtype, k_format, options):
         assert oracle.error(got[: case.used], want[: case.used]) < BOUND[dtype]
 
 
-def test_it_equals_a_pool_of_values_of_their_own():
-    rng = np.random.default_rng(0)
-    case = latent(rng, [9, 2], [5, 6], k_format="int8")
-    got = paged_attention(*case, scale=0.3, value_lanes=VALUES, first_page=jnp.int32(3))
-    case.v_pages = case.k_pages
-    want = paged_attention(*case, scale=0.3, first_page=jnp.int32(3))
-    np.testing.assert_allclose(got, want[..., :VALUES], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("fmt", ["float32", "int8"])
-@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize(("fmt", "decode"), [("float32", True), ("int8", False)])
 def test_an_update_writes_keys_only(fmt, decode):
     rng = np.random.default_rng(0)
     case = latent(rng, [3, 8], [1, 1] if decode else [4, 2], k_format=fmt)

@@ -26,7 +26,6 @@ def latent(rng, starts, chunks, **options):
 
 @pytest.mark.parametrize(("decode", "dtype", "k_format", "splits", "lanes", "options"), [
     (True, "float32", None, 3, 1, {"window": 5, "sinks": jnp.linspace(-2, 2, HEADS, dtype=jnp.float32)}),
-    (True, "bfloat16", None, 1, 32, {}),
     (False, "float32", "int8", 1, 32, {"soft_cap": 2.0}),
     (False, "bfloat16", "float8_e4m3fn", 3, 1, {})])
 def test_it_equals_the_oracle(monkeypatch, decode, dtype, k_format, splits, lanes, options):
@@ -49,13 +48,12 @@ def test_it_equals_the_oracle(monkeypatch, decode, dtype, k_format, splits, lane
         assert oracle.error(got[: case.used], want[: case.used]) < BOUND[dtype]
 
 
-@pytest.mark.parametrize(("decode", "fmt"), [(True, "bfloat16"), (False, "int8")])
-def test_an_update_writes_keys_only(decode, fmt):
+def test_an_update_writes_keys_only():
     rng = np.random.default_rng(0)
-    case = latent(rng, [3, 8], [1, 1] if decode else [4, 2], k_format=fmt)
-    k = jnp.asarray(rng.standard_normal((case.q.shape[0], 1, WIDTH)), jnp.float32)
-    arguments, options = (case.k_pages, None, k, None, *case.sequences), {"first_page": jnp.int32(3), "decode": decode}
-    got, none = update_gpu.kv_update(*arguments, **options, interpret=True)
+    case = latent(rng, [3, 8], [1, 1], k_format="int8")
+    k = jnp.asarray(rng.standard_normal((2, 1, WIDTH)), jnp.float32)
+    arguments, options = (case.k_pages, None, k, None, *case.sequences), {"first_page": jnp.int32(3), "decode": True}
+    got, none = jax.jit(functools.partial(update_gpu.kv_update, **options, interpret=True))(*arguments)
     want, _ = update_reference.kv_update(*arguments, **options)
     assert none is None
     for new, old in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

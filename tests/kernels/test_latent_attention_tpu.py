@@ -38,12 +38,13 @@ def latent(rng, starts, chunks, dtype, k_format, **options):
 
 @functools.cache
 def program(name, decode, module=tpu):
-    """The operation as api.py calls it; groups of three heads; in decode strips of one page, four a block, else windows
-    of 16 queries and two pages a block."""
+    """The operation as api.py calls it; groups of three heads; in decode strips of one page, two or four a block, else
+    windows of 16 queries and two pages a block."""
     options = {"scale": 0.1, "window": None, "soft_cap": None, "sinks": None, "first_page": jnp.int32(FIRST_PAGE),
                "value_lanes": VALUES, **CONFIGS[name][2]}
     interpret = {"interpret": True} if module is tpu else {}
-    sizes = {"parts": 2} | ({"depth": 3, "pages": 4, "strip": 1} if decode else {"queries": 16, "pages": 2})
+    pages = 4 if decode and name == "bfloat16" else 2
+    sizes = {"parts": 2, "pages": pages} | ({"depth": 3, "strip": 1} if decode else {"queries": 16})
 
     @jax.jit
     def run(q, *others):
@@ -72,7 +73,7 @@ def check(name, case, decode):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True)
 @given(starts=st.lists(st.sampled_from([-1, *EDGES]), min_size=4, max_size=4), seed=st.integers(0, 99))
 def test_decode(name, starts, seed):
     """Lengths 0 (unused rows), 1, page and block edges."""
@@ -81,8 +82,8 @@ def test_decode(name, starts, seed):
     check(name, case, True)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=4, deadline=None, derandomize=True)
+@pytest.mark.parametrize("name", ["float32", "quantised"])
+@settings(max_examples=3, deadline=None, derandomize=True)
 @given(starts=st.lists(st.sampled_from(EDGES), min_size=4, max_size=4), seed=st.integers(0, 99),
        chunks=st.sampled_from([[0, 0, 0, 0], [1, 1, 1, 1], [40, 0, 0, 0], [0, 16, 17, 0], [7, 0, 30, 3]]))
 def test_chunks(name, starts, seed, chunks):
@@ -108,7 +109,7 @@ def test_no_race_and_nothing_uninitialised(decode, dtype, k_format, sizes):
 
 
 @pytest.mark.parametrize(("starts", "chunks", "decode", "fmt"), [
-    ([0, 31], [1, 1], True, "bfloat16"), ([30, 0], [5, 3], False, "int8")])
+    ([0, 31], [1, 1], True, "bfloat16"), ([30, 0], [3, 2], False, "bfloat16")])
 def test_an_update_writes_keys_only(starts, chunks, decode, fmt):
     """Bit by bit what the reference writes, but for the null page; with races as errors."""
     rng = np.random.default_rng(0)

@@ -140,7 +140,8 @@ def choose(*, heads: int, kv_heads: int, head_dim: int, value_dim: int, page_siz
     entry = dataclasses.replace(sizes(queries, positions, depth), **tuned)
     if tuned and fits(entry):
         return entry
-    scores = SCORES
+    # Products of float32 are several of bfloat16: code to be compiled.
+    scores = SCORES if not latent or chunk is None else SCORES * 2 // bytes_each[0]
     while not fits(found := sizes(queries, positions, depth, scores)):
         if found.together > 1:
             scores //= 2

@@ -35,7 +35,7 @@ TOKENS = (1, 8, 64, 512)
 FORMATS = (("float32", True), ("bfloat16", False), ("int8", False))  # inputs first, as jinfer keeps them on a CPU
 SETS = 2  # of arguments, so that small matrices do not stay in a cache
 REPEATS = 5
-LONGEST = 4e9  # operations of a way that is no good for more
+LONGEST = 1e10  # operations of a way that is no good for more
 HEADER = ("mixture", "tokens", "format", "MB hit", "ours", "block", "row", "gather", "ragged_dot", "plain")
 Way = Callable[..., jax.Array]
 

@@ -43,7 +43,8 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("steps", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_tokens_equal_those_of_the_reference(engines, calls, monkeypatch, steps):
     """Chunked prefill, two chunks in a call, rows that come and go, one or several steps in a dispatch."""
-    overrides = {"dtype": "float32", "kv_pages": 21, "page_size": 16, "max_rows": 2, "decode_steps": steps}
+    rows = 2 if steps == 1 else 1  # a program less to compile
+    overrides = {"dtype": "float32", "kv_pages": 21, "page_size": 16, "max_rows": rows, "decode_steps": steps}
     kernels = engines.get("llama_plain", **overrides, compilation_cache="")
     got = [r.completions[0].token_ids for r in run(kernels, PROMPTS, GREEDY)]
     assert min(calls.values()) >= 2  # a trace of prefill and one of decode at least: nothing went by the kernels

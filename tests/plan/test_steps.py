@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jinfer.config import EngineConfig, LayoutConfig, ModelConfig
+from jinfer.config import EngineConfig, LayerConfig, LayoutConfig, ModelConfig
 from jinfer.config.loading import load_config
 from jinfer.engine.catalog import Key
 from jinfer.errors import ConfigError
@@ -54,9 +54,11 @@ def test_pages_a_tpu_does_not_take_are_named_before_anything_is_compiled(change,
 
 @pytest.mark.aot
 @needs_libtpu
-@pytest.mark.parametrize(("layout", "topology"), [("single", "v6e:1x1"), ("tp8", "v5e:2x4")])
-def test_a_step_copies_nothing_and_exchanges_what_its_layout_asks_for(layout, topology):
-    plan = compile_steps(model(), config(layout), tpu_devices(topology), keys=[DECODE, PREFILL])
+@pytest.mark.parametrize(("layout", "topology", "layers"), [
+    ("single", "v6e:1x1", (LayerConfig(window=512), LayerConfig())), ("tp8", "v5e:2x4", (LayerConfig(),))])
+def test_a_step_copies_nothing_and_exchanges_what_its_layout_asks_for(layout, topology, layers):
+    """Of one page group and of two, whose parts of the pool differ in size."""
+    plan = compile_steps(model(layers=layers), config(layout), tpu_devices(topology), keys=[DECODE, PREFILL])
     for step in plan.steps.values():
         assert step.copies == []
         assert step.collectives == expected_collectives(model(), config(layout))

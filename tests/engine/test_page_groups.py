@@ -98,7 +98,7 @@ def test_a_page_given_back_may_hold_anything(engines):
     while engine.has_work:
         deltas += engine.step()
         kept = np.zeros((runner.kv[0].k.data.shape[0] // count, count), bool)  # [layers, P]
-        kept[:, [0, *(page for request in engine._by_request for page in request.pages[0])]] = True
+        kept[:, [0, *(page for request in engine._by_request for pages in request.pages for page in pages)]] = True
         runner.kv = jax.tree.map(functools.partial(poison, kept=kept.ravel()), runner.kv)
     outputs, _ = drain(engine, deltas)
     assert [outputs[i].completions[0].token_ids for i in ids] == [o.completions[0].token_ids for o in want]

@@ -93,9 +93,8 @@ def compile_steps(model: ModelConfig, config: EngineConfig, devices: Sequence[An
 def expected_collectives(model: ModelConfig, config: EngineConfig) -> Counter[str]:
     """Exchanges of a prefill or decode call under tensor parallelism, by kind; what `StepReport.collectives` should be.
 
-    A sum after each layer's attention and each layer's feed-forward network, one more where all tokens share experts,
-    one more where queries and keys are normalised over all heads (both
-    travel together); one after the embedding, of which a
+    A sum after each layer's attention and each layer's feed-forward network (that of shared experts travels with the
+    routed ones'), one more where queries and keys are normalised over all heads; one after the embedding, of which a
     device has its part of the rows; logits change hands once, from a part of each row to a part of the rows, and the
     few numbers sampled from them are collected once. Not for int8 weights, whose sums are left to the partitioner.
     """
@@ -105,9 +104,7 @@ def expected_collectives(model: ModelConfig, config: EngineConfig) -> Counter[st
         return name is not None and config.layout.mesh[name] > 1
 
     attention = 1 + (model.qk_norm == "all")
-    networks = sum(1 + (model.experts is not None and model.experts.shared > 0 and not layer.dense)
-                   for layer in model.layer_kinds)
-    sums = model.num_layers * attention * cut("kv_heads") + networks * cut("ffn") + cut("vocab")
+    sums = model.num_layers * (attention * cut("kv_heads") + cut("ffn")) + cut("vocab")
     counts = {"all-reduce": sums, "all-to-all": int(cut("vocab")), "all-gather": int(cut("vocab"))}
     return Counter({kind: count for kind, count in counts.items() if count})
 

@@ -17,6 +17,8 @@ SUBSET = (
     ("kv_update", "chunk 2x128 H128 bfloat16 into float8_e4m3fn"),
     ("grouped_matmul", "8 tokens qwen3-30b-a3b gate_up int8"),
 )
+# Where that chip's compiler lets a kernel's loops depend on what a vector register held, which is not simulated.
+UNCOUNTED = {("v5p", "grouped_matmul")}
 
 
 def need(device: str) -> None:

@@ -6,6 +6,7 @@ from jinfer.config import EngineConfig, LayoutConfig, SamplingParams
 from jinfer.engine.catalog import Key
 from jinfer.engine.engine import Engine
 from tests.engines import DATA, golden, run
+from tests.models.forward import QUICK
 
 FAMILIES = ["deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3", "gpt_oss", "llama_plain", "mistral", "mixtral",
             "olmo2", "phi4", "qwen2", "qwen3", "qwen3_moe_norm"]
@@ -19,15 +20,17 @@ def build(name: str, cache, tensor: int = 1) -> Engine:
         compilation_cache=cache, layout=LayoutConfig(mesh={"tensor": tensor}))
     engine = Engine(DATA / "models" / name, config)
     catalog, pages = engine._runner.catalog, engine._runner.pages
+    # Half the time; that models are exact as XLA optimises them is for tests/models and test_equality to say.
+    catalog.compile = lambda key, pages: catalog.lower(key, pages).compile(compiler_options=QUICK)
     for key in (Key("prefill", 512), Key("decode", 8)):
         catalog.get(key, pages)
     catalog.warm = True
     return engine
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("tensor", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_greedy16_nocache_equal_transformers(name, tensor, pytestconfig):
+def test_greedy_ids_equal_transformers(name, tensor, pytestconfig):
     engine = build(name, pytestconfig.rootpath / ".cache" / "xla", tensor)
     prompts = list(golden(f"logits_{name}")["prompts"].values())
     rows = [prompts[i % len(prompts)] for i in range(8)]

@@ -14,11 +14,15 @@ _LISTED = ("additional_special_tokens", "extra_special_tokens")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token of `added_tokens_decoder`, matched in the text before anything else."""
+    """A token of `added_tokens_decoder`, matched in the text before anything else.
+
+    rstrip: it takes the whitespace after it with it.
+    """
 
     id: int
     text: str
     special: bool
+    rstrip: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,7 +117,8 @@ def _added(path: Path, decoder: Any) -> list[AddedToken]:
         text = _text(value)
         if not str(key).isdigit() or text is None:
             raise TokenizerError(f"{path}: tokenizer_config.json: added_tokens_decoder[{key!r}] is malformed")
-        tokens.append(AddedToken(int(key), text, isinstance(value, dict) and bool(value.get("special"))))
+        special, rstrip = (isinstance(value, dict) and bool(value.get(name)) for name in ("special", "rstrip"))
+        tokens.append(AddedToken(int(key), text, special, rstrip))
     return tokens
 
 

@@ -159,10 +159,10 @@ def _load_spm(vocab: Vocabulary) -> Tokenizer:
     model = spm_model(vocab)
     return from_model(
         model, open_model(model, str(vocab.path)), add_bos=vocab.value("add_bos_token", bool, True),
-        bos_id=vocab.bos_id, eos_ids=vocab.eos_ids(), chat=vocab.chat(), swallowing=_swallowing(vocab))
+        bos_id=vocab.bos_id, eos_ids=vocab.eos_ids(), chat=vocab.chat(), swallowing=swallowing(vocab))
 
 
-def _swallowing(vocab: Vocabulary) -> frozenset[str]:
+def swallowing(vocab: Vocabulary) -> frozenset[str]:
     """The format cannot say it, so llama.cpp knows it too: which tokens of Phi-3 take the whitespace after them."""
     if vocab.metadata.get("general.architecture") != "phi3":
         return frozenset()

@@ -6,7 +6,15 @@ from typing import Any
 
 from tokenizers import processors
 
-from jinfer.tokenizer.gguf_vocab import CONTROL, Vocabulary, bpe_backend, load_gguf, open_vocabulary, spm_model
+from jinfer.tokenizer.gguf_vocab import (
+    CONTROL,
+    Vocabulary,
+    bpe_backend,
+    load_gguf,
+    open_vocabulary,
+    spm_model,
+    swallowing,
+)
 from jinfer.weights.gguf_meta import read_metadata
 
 
@@ -34,13 +42,22 @@ def write_gguf_tokenizer(path: Path, folder: Path) -> None:
         (folder / "tokenizer.model").write_bytes(spm_model(vocab))
         kind = "LlamaTokenizer"
     config = {"tokenizer_class": kind, "add_bos_token": tokenizer.add_bos, "add_eos_token": False,
-              "clean_up_tokenization_spaces": False, **_named(vocab), **_templates(vocab, folder)}
+              "clean_up_tokenization_spaces": False, **_named(vocab), **_added(vocab),
+              **_templates(vocab, folder)}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _named(vocab: Vocabulary) -> dict[str, str]:
     """Only control tokens: what a folder names becomes special."""
     return {name: vocab.tokens[i] for name, i in vocab.named().items() if vocab.types[i] == CONTROL}
+
+
+def _added(vocab: Vocabulary) -> dict[str, Any]:
+    """Control tokens that take the whitespace after them with them; tokenizer.model cannot say it."""
+    texts = swallowing(vocab)
+    added = {str(i): {"content": text, "lstrip": False, "normalized": False, "rstrip": True, "single_word": False,
+                      "special": True} for i, text in enumerate(vocab.tokens) if text in texts}
+    return {"added_tokens_decoder": added} if added else {}
 
 
 def _templates(vocab: Vocabulary, folder: Path) -> dict[str, Any]:

@@ -49,7 +49,8 @@ def load_spm(path: Path) -> Tokenizer:
                        eos_token=None if eos_id is None else processor.id_to_piece(eos_id))
     return from_model(
         model, processor, add_bos=config.add_bos is not False, bos_id=bos_id, eos_ids=eos_ids, chat=chat,
-        added=added, declared=declared, space_after_special=config.legacy)
+        added=added, declared=declared, space_after_special=config.legacy,
+        swallowing=frozenset(token.text for token in config.added if token.rstrip))
 
 
 def from_model(model: bytes, processor: sentencepiece.SentencePieceProcessor, *, add_bos: bool,
@@ -64,7 +65,7 @@ def from_model(model: bytes, processor: sentencepiece.SentencePieceProcessor, *,
       declared: text -> id of tokens to treat as special besides the model's control pieces.
       space_after_special: put sentencepiece's leading space before the text after every special token
         (transformers' legacy behaviour, llama.cpp's too), not only at the start of the text.
-      swallowing: special tokens that take the whitespace after them with them (`rstrip` of tokenizer.json).
+      swallowing: special tokens that take the whitespace after them with them (`rstrip` of Hugging Face).
     """
     size = processor.vocab_size()
     control = {processor.id_to_piece(i): i for i in _where(processor.is_control, size)}

@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from jinfer.errors import TokenizerError
 from jinfer.tokenizer import load_tokenizer
 from jinfer.tokenizer.gguf_pre import PRE_TOKENIZERS
+from jinfer.tokenizer.hf_write import write_gguf_tokenizer
 from jinfer.weights.gguf_meta import read_metadata
 from tests.tokenizer.conftest import bpe_vocabulary, spm_vocabulary, write_gguf
 
@@ -154,6 +155,18 @@ def test_phi3_tokens_take_the_whitespace_after_them(tmp_path):
     turn, word = 278, ids["phi3"][0][1:]
     assert ids["phi3"] == [[turn, *word], [turn, turn, *word], ids["llama"][2]]
     assert [len(found) for found in ids["llama"]] > [len(found) for found in ids["phi3"]]
+
+
+def test_phi3_tokens_do_so_in_a_folder_too(tmp_path):
+    tokens, scores, types = spm_vocabulary()
+    path = write_gguf(tmp_path / "a.gguf", "llama", tokens, types, "phi3",
+                      add_token_scores=scores, add_bos_token_id=1, add_eos_token_id=2)
+    (tmp_path / "b").mkdir()
+    write_gguf_tokenizer(path, tmp_path / "b")
+    old, new = load_tokenizer(path), load_tokenizer(tmp_path / "b")
+    assert (new.specials, new.special_ids, new.vocab_size) == (old.specials, old.special_ids, old.vocab_size)
+    for text in ("<turn>\n he", "</s>  he", "<s> he"):
+        assert new.encode(text) == old.encode(text)
 
 
 def test_end_of_turn_found_by_text(tmp_path):

@@ -56,6 +56,13 @@ def synced(path: Path) -> Iterator[BinaryIO]:
 
 def check_target(target: Path, *, overwrite: bool) -> None:
     """CheckpointError if `target` exists and may not be replaced."""
+    try:
+        _check_target(target, overwrite=overwrite)
+    except OSError as error:
+        raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from None
+
+
+def _check_target(target: Path, *, overwrite: bool) -> None:
     if not target.exists() and not target.is_symlink():
         return
     if not overwrite:

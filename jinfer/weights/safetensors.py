@@ -103,16 +103,19 @@ class SafetensorsReader:
 
     def _add(self, path: Path) -> set[str]:
         try:
+            path.open("rb").close()  # the library calls a file that may not be read missing
             with safe_open(str(path), framework="numpy"):  # checks header, offsets and length of the file
                 header, data = _map(path)
-        except (SafetensorError, OSError) as error:
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+        except SafetensorError as error:
             raise CheckpointError(f"{path}: broken or truncated safetensors file: {error}") from None
         for name in sorted(header):
             kind, shape, (start, stop) = (header[name][key] for key in ("dtype", "shape", "data_offsets"))
-            if kind not in self._types:
-                raise CheckpointError(f"{path}: tensor {name} has the unsupported type {kind}")
             if name.startswith(self._ignored):
                 continue
+            if kind not in self._types:
+                raise CheckpointError(f"{path}: tensor {name} has the unsupported type {kind}")
             shown = next((new + name.removeprefix(old) for old, new in self._renamed if name.startswith(old)), name)
             if shown in self._entries or shown in self._buffers:
                 raise CheckpointError(f"{path}: tensor {name} is stored twice")

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
+from jinfer.errors import CheckpointError
 from jinfer.weights.checkpoint import TensorReader
 
 SLAB_BYTES = 16 << 20
@@ -50,12 +51,13 @@ def read_slabs(reader: TensorReader, targets: Mapping[str, Target]) -> Iterator[
     """All tensors of `targets` in that order, in slabs of about SLAB_BYTES.
 
     At most AHEAD + 1 slabs are in memory. A slab is larger than SLAB_BYTES only where one group of rows is.
+    CheckpointError naming the tensor for a number that is beyond float16.
     """
 
     def read(name: str, start: int, stop: int) -> Slab:
         target = targets[name]
         part = reader.read(name, (slice(start, stop),))
-        return Slab(name, start, np.ascontiguousarray(part, dtype=target.dtype))
+        return Slab(name, start, _converted(name, part, target.dtype))
 
     with ThreadPoolExecutor(AHEAD) as pool:
         pending: collections.deque[Future[Slab]] = collections.deque()
@@ -71,6 +73,17 @@ def read_slabs(reader: TensorReader, targets: Mapping[str, Target]) -> Iterator[
         finally:
             for future in pending:
                 future.cancel()
+
+
+def _converted(name: str, part: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        values = np.ascontiguousarray(part, dtype=dtype)
+    if dtype == np.float16 != part.dtype and not np.isfinite(values).all():
+        lost = ~np.isfinite(values) & np.isfinite(part)
+        if lost.any():
+            raise CheckpointError(f"tensor {name}: {np.asarray(part[lost], np.float32)[0]:g} is beyond float16; "
+                                  "bfloat16 and float32 can hold it")
+    return values
 
 
 def _rows(target: Target) -> int:

@@ -1,5 +1,6 @@
 """Conversion: what is written reads back bit for bit, whole or not at all, in bounded memory."""
 
+import errno
 import json
 import os
 import resource
@@ -19,7 +20,7 @@ from jinfer.errors import CheckpointError, ConfigError
 from jinfer.tokenizer import load_tokenizer
 from jinfer.weights import open_checkpoint, orbax_write, slabs
 from jinfer.weights.convert import convert
-from jinfer.weights.files import new_folder
+from jinfer.weights.files import check_target, new_folder
 from jinfer.weights.hf_config import read_hf_config
 from jinfer.weights.hf_write import hf_config, hf_generation_config
 from jinfer.weights.orbax import OrbaxReader
@@ -94,6 +95,18 @@ def test_dtype(tmp_path, to):
     assert open_checkpoint(tmp_path / "b").stored_dtype == "bfloat16"
     config = json.loads((tmp_path / "b" / "config.json").read_text())
     assert config == CONFIG | {"torch_dtype": "bfloat16"}  # and tensors are packed no more
+
+
+@pytest.mark.parametrize("to", ["safetensors", "orbax"])
+def test_numbers_beyond_float16_are_refused(tmp_path, to):
+    tensors = {name: array.astype(ml_dtypes.bfloat16) for name, array in load_file(PLAIN / "model.safetensors").items()}
+    tensors["model.norm.weight"][3] = np.inf  # what is none already may stay
+    convert(write_folder(tmp_path / "a", tensors), tmp_path / "b", to, dtype="float16")
+    tensors["model.norm.weight"][5] = -1e5
+    source = write_folder(tmp_path / "c", tensors)
+    with pytest.raises(CheckpointError, match=r"tensor model\.norm\.weight: -99840 is beyond float16"):
+        convert(source, tmp_path / "d", to, dtype="float16")
+    assert not (tmp_path / "d").exists()
 
 
 @pytest.mark.parametrize("to", ["safetensors", "orbax"])
@@ -313,6 +326,29 @@ def test_no_permission(tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
     with pytest.raises(CheckpointError, match="locked/b: cannot be written: Permission denied"):
         convert(PLAIN, tmp_path / "locked" / "b", "safetensors")
+
+
+def test_a_target_that_may_not_be_seen(tmp_path, monkeypatch):
+    def refused(path, **_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refused)
+    with pytest.raises(CheckpointError, match="locked/b: cannot be written: Permission denied"):
+        check_target(tmp_path / "locked" / "b", overwrite=False)
+
+
+def test_weights_that_may_not_be_read(tmp_path, monkeypatch):
+    write_folder(tmp_path / "a", load_file(PLAIN / "model.safetensors"))
+    opened = Path.open
+
+    def refused(path, *args, **kwargs):
+        if path.suffix == ".safetensors":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(CheckpointError, match="safetensors: cannot be read: Permission denied"):
+        open_checkpoint(tmp_path / "a")
 
 
 def test_no_folder_can_be_made(tmp_path):

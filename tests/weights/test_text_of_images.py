@@ -23,6 +23,7 @@ def folder(request, tmp_path):
     tensors = {name.replace("model.", inside, 1): value for name, value in load_file(TEXT / "model.safetensors").items()}
     for name in ("vision_tower.vision_model.post_layernorm.weight", "multi_modal_projector.mm_input_projection_weight"):
         tensors[outside + name] = np.ones(4, np.float32)
+    tensors[outside + "vision_tower.position_ids"] = np.arange(4)  # of a type that no language model has
     path = tmp_path / "model"
     path.mkdir()
     save_file(tensors, path / "model.safetensors")

@@ -84,6 +84,8 @@ def read_gguf_config(path: Path, head: GgufHead, rope_factors: Mapping[str, np.n
     if "token_embd.weight" not in head.tensors:
         raise CheckpointError(f"{path}: tensor token_embd.weight is missing")
     heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
+    if not heads:
+        keys.fail("attention.head_count", "must be positive")
     head_dim = keys.integer("attention.key_length", hidden // heads)
     if keys.integer("attention.value_length", head_dim) != head_dim:
         keys.fail("attention.value_length", f"must equal the key length {head_dim}")
@@ -108,12 +110,24 @@ def read_gguf_config(path: Path, head: GgufHead, rope_factors: Mapping[str, np.n
         "o_bias": "blk.0.attn_output.bias" in head.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in head.tensors,
         "rope": rope,
-        "bos_id": head.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_ids": tuple(dict.fromkeys(
-            head.metadata[key] for kind in ("eos", "eot", "eom")
-            if (key := f"tokenizer.ggml.{kind}_token_id") in head.metadata)),
+        "bos_id": next(iter(_token_ids(path, head, "bos")), None),
+        "eos_ids": _token_ids(path, head, "eos", "eot", "eom"),
     }
     return ModelConfig(**(fields | architecture.options(model)))
+
+
+def _token_ids(path: Path, head: GgufHead, *kinds: str) -> tuple[int, ...]:
+    """Special tokens of those kinds, as far as the file has them."""
+    ids, rows = [], head.tensors["token_embd.weight"].shape[0]
+    for kind in kinds:
+        key = f"tokenizer.ggml.{kind}_token_id"
+        value = head.metadata.get(key)
+        if value is None or value in (-1, 2**32 - 1):  # llama.cpp's spellings of none
+            continue
+        if not isinstance(value, int) or not 0 <= value < rows:
+            raise ConfigError(f"{path}: {key}: {value!r} is none of {rows} tokens")
+        ids.append(value)
+    return tuple(dict.fromkeys(ids))
 
 
 def _uniform(model: _Model) -> Fields:

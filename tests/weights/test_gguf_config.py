@@ -46,6 +46,12 @@ def test_end_tokens_and_head_size(tmp_path):
     assert (config.head_dim, config.num_kv_heads) == (8, 2)
 
 
+def test_special_tokens_that_are_none(tmp_path):
+    none = {"tokenizer.ggml.bos_token_id": 2**32 - 1, "tokenizer.ggml.eot_token_id": 2**32 - 1}
+    path, _ = write_llama(tmp_path / "m.gguf", PLAIN, metadata=LLAMA_PLAIN | none)
+    assert (config_of(path).bos_id, config_of(path).eos_ids) == (None, (257,))
+
+
 def test_linear_and_yarn(tmp_path):
     def rope(**keys):
         path, _ = write_llama(tmp_path / "m.gguf", PLAIN, metadata=LLAMA_PLAIN | {
@@ -97,6 +103,9 @@ def test_other_rope_factors_are_refused(tmp_path):
     ({"llama.rope.dimension_count": 4}, "dimension_count"),
     ({"llama.attention.head_count_kv": [2, 1]}, "head_count_kv"),
     ({"llama.attention.head_count": 4.0}, "head_count"),
+    ({"llama.attention.head_count": 0}, "head_count: must be positive"),
+    ({"tokenizer.ggml.eos_token_id": 275}, "eos_token_id: 275 is none of 275 tokens"),
+    ({"tokenizer.ggml.bos_token_id": "<s>"}, "bos_token_id: '<s>' is none"),
     ({"llama.block_count": ...}, r"block_count: is missing"),
 ])
 def test_refusals_name_the_key(tmp_path, changes, named):

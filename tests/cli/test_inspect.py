@@ -56,6 +56,12 @@ def test_weights_that_do_not_fit(jinfer):
     assert line.count("too large") == 3
 
 
+def test_a_head_that_is_the_embedding_counts_once():
+    once, twice = (read_card(MODELS / name, []) for name in ("llama_tied", "llama_tied_extra_head"))
+    assert (twice.parameters, twice.total) == (once.parameters, once.total)
+    assert twice.stored != once.stored
+
+
 def test_json_and_unknown_tokenizer(jinfer):
     status, out, _ = jinfer("inspect", MODELS / "llama_tied", "--json", "--memory", "1GiB")
     card = json.loads(out)

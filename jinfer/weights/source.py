@@ -12,6 +12,7 @@ from jinfer.weights.embedded import EMBEDDED, Progress, fetch
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+_NOT_HUB_FILES = ["*/*", "consolidated*"]  # the same weights once more, in other formats
 
 
 def resolve_model(model: str | Path, *, cache_dir: Path | None = None,
@@ -70,7 +71,8 @@ def _from_hub(name: str, cache_dir: Path | None) -> Path:
 
     hub = None if cache_dir is None else cache_dir / "hub"
     try:
-        folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES, cache_dir=hub))
+        folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_HUB_FILES,
+                                        cache_dir=hub))
     except Exception as error:  # the library raises its own, its HTTP client's and OS errors, by version
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):
             raise CacheError(f"cache of the Hub: cannot be written: {error.strerror}") from None

@@ -206,13 +206,18 @@ def test_hub_id(tmp_path, monkeypatch):
 
     calls = []
 
-    def snapshot(name, *, allow_patterns, cache_dir):
-        calls.append((name, cache_dir))
+    def snapshot(name, *, allow_patterns, ignore_patterns, cache_dir):
+        files = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model", "original/model.safetensors",
+                 "consolidated.safetensors", "onnx/config.json", "pytorch_model.bin"]
+        wanted = huggingface_hub.utils.filter_repo_objects(
+            files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        calls.append((name, cache_dir, list(wanted)))
         return str(PLAIN)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert resolve_model("org/some-model_1.0", cache_dir=tmp_path) == PLAIN
-    assert calls == [("org/some-model_1.0", tmp_path / "hub")]
+    assert calls == [("org/some-model_1.0", tmp_path / "hub",
+                      ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model"])]
 
 
 def test_hub_failures_are_one_line(tmp_path, monkeypatch):

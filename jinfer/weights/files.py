@@ -37,6 +37,7 @@ def new_folder(target: Path, *, need: int, overwrite: bool) -> Iterator[Path]:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from None
     try:
         yield scratch
+        _sync_files(scratch)
         scratch.chmod(0o777 & ~_umask())  # mkdtemp's folder is private
         _replace(scratch, target)
     except OSError as error:
@@ -71,6 +72,14 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"{target}: is no folder, and only folders are replaced")
     if any(target.iterdir()) and not (target / CONFIG).is_file():
         raise CheckpointError(f"{target}: holds no {CONFIG}, so it is no model that may be replaced")
+
+
+def _sync_files(folder: Path) -> None:
+    """The small ones, whoever wrote them: large ones are on the disk already, and Orbax syncs its own."""
+    for path in folder.iterdir():
+        if path.is_file():
+            with path.open("r+b") as file:
+                os.fsync(file.fileno())
 
 
 def _replace(scratch: Path, target: Path) -> None:

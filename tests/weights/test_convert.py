@@ -280,6 +280,18 @@ def test_existing_target(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
 
 
+def test_every_file_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
+    synced, fsync = set(), os.fsync
+
+    def record(descriptor):
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", record)
+    convert(write_folder(tmp_path / "a", load_file(PLAIN / "model.safetensors")), tmp_path / "b", "safetensors")
+    assert {path.stat().st_ino for path in (tmp_path / "b").iterdir()} <= synced
+
+
 def test_options_are_checked():
     with pytest.raises(ConfigError, match="to: 'pickle'"):
         convert(PLAIN, Path("x"), "pickle")

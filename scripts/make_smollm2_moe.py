@@ -2,7 +2,7 @@
 """Makes a mixture of experts with real weights out of SmolLM2: a Hugging Face folder of 373 M parameters.
 
     .venv/bin/python scripts/make_smollm2_moe.py OUT
-    .venv/bin/jinfer generate --model OUT "The capital of France is"
+    .venv/bin/jinfer generate OUT -p "The capital of France is"
 
 Each of the 4 experts of a layer is the dense layer's network plus 3 % noise (of the matrix's standard deviation),
 the router is random, a token takes 2. Everything is seeded and stored as bfloat16, so that the folder is the same

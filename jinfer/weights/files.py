@@ -87,7 +87,11 @@ def _replace(scratch: Path, target: Path) -> None:
         os.rename(scratch, target)
         return
     aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".replaced", dir=target.parent))
-    os.rename(target, aside)  # onto an empty folder
+    try:
+        os.rename(target, aside)  # onto an empty folder
+    except OSError:
+        aside.rmdir()
+        raise
     try:
         os.rename(scratch, target)
     except OSError:

@@ -292,6 +292,13 @@ def test_every_file_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
     assert {path.stat().st_ino for path in (tmp_path / "b").iterdir()} <= synced
 
 
+def test_a_target_that_cannot_be_moved(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"^\.: cannot be written"):
+        convert(PLAIN, Path("."), "safetensors", overwrite=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_options_are_checked():
     with pytest.raises(ConfigError, match="to: 'pickle'"):
         convert(PLAIN, Path("x"), "pickle")

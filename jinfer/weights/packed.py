@@ -1,5 +1,7 @@
 """Packed weights of safetensors checkpoints, decoded as they are read and shown under their plain names."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from jinfer.errors import CheckpointError
@@ -10,6 +12,7 @@ MX_BLOCK = 32  # values that share an exponent
 _BLOCKS, _SCALES, _FP8_SCALE = "_blocks", "_scales", "_scale_inv"
 _E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
 _FP4 = np.concatenate([_E2M1, -_E2M1])
+_PLAIN = ("F32", "F16", "BF16")
 Index = tuple[slice, ...]
 
 
@@ -35,6 +38,8 @@ class Mxfp4Reader:
             blocks, scales = inner.shape(name + _BLOCKS), inner.shape(name + _SCALES)
             if len(blocks) != 4 or blocks[3] != MX_BLOCK // 2 or blocks[:3] != scales:
                 raise CheckpointError(f"tensor {name}{_BLOCKS}: shapes {blocks} and {scales} are not MXFP4")
+        pairs = {name + kind for name in self._packed for kind in (_BLOCKS, _SCALES)}
+        _check_types(inner, {name: ("U8",) if name in pairs else _PLAIN for name in stored})
 
     def names(self) -> list[str]:
         stored = self._inner.names()
@@ -84,6 +89,7 @@ class Fp8Reader:
                 raise CheckpointError(f"tensor {name}{_FP8_SCALE}: shape {scales} does not fit {shape} "
                                       f"in blocks of {block}")
         self._scales = {name + _FP8_SCALE for name in self._packed}
+        _check_types(inner, dict.fromkeys(stored - self._packed, _PLAIN))
 
     def names(self) -> list[str]:
         return [name for name in self._inner.names() if name not in self._scales]
@@ -121,6 +127,13 @@ def unpacked(stored: SafetensorsReader, packing: Packing | None) -> SafetensorsR
     if packing is None:
         return stored
     return Mxfp4Reader(stored) if packing.kind == "mxfp4" else Fp8Reader(stored, packing.block)
+
+
+def _check_types(stored: SafetensorsReader, wanted: Mapping[str, tuple[str, ...]]) -> None:
+    """Bytes and 8-bit floats that are no part of a packed weight would pass for numbers."""
+    for name, types in wanted.items():
+        if stored.stored_type(name) not in types:
+            raise CheckpointError(f"tensor {name} has the unsupported type {stored.stored_type(name)}")
 
 
 def _bounds(index: Index, shape: tuple[int, ...]) -> tuple[slice, ...]:

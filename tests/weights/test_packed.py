@@ -95,6 +95,8 @@ def test_only_the_wanted_experts_are_read(monkeypatch):
     (lambda t: t.pop(f"{GATE_UP}_blocks"), "gate_up_proj_scales: has no"),
     (lambda t: t.update({f"{GATE_UP}_scales": t[f"{GATE_UP}_scales"][:, :5]}), "not MXFP4"),
     (lambda t: t.update({f"{GATE_UP}_blocks": t[f"{GATE_UP}_blocks"][..., :8]}), "not MXFP4"),
+    (lambda t: t.update({f"{GATE_UP}_scales": t[f"{GATE_UP}_scales"].astype(np.float32)}), "unsupported type F32"),
+    (lambda t: t.update({"model.norm.weight": np.ones(32, np.uint8)}), "model.norm.weight has the unsupported type U8"),
 ])
 def test_broken_mxfp4(tmp_path, change, named):
     tensors = dict(STORED)
@@ -152,6 +154,7 @@ def test_fp8_parts(fp8, index):
 @pytest.mark.parametrize(("change", "block", "named"), [
     (lambda t: t.pop(UP + "_scale_inv"), BLOCK, "up_proj.weight: has no"),
     (lambda t: None, (16, 16), "does not fit"),
+    (lambda t: t.update({"model.norm.weight": np.ones(32, np.uint8)}), BLOCK, "unsupported type U8"),
 ])
 def test_broken_fp8(fp8, change, block, named):
     folder, _ = fp8(change, block)

@@ -77,6 +77,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _open_folder(path: Path) -> Checkpoint:
+    if not (path / "config.json").exists() and (files := sorted(file.name for file in path.glob("*.gguf"))):
+        raise CheckpointError(f"{path}: is no model folder; give a .gguf file in it: {', '.join(files)}")
     config = read_hf_config(path)
     if (path / FOLDER).is_dir():
         return _checkpoint(config, OrbaxReader(path / FOLDER), path)

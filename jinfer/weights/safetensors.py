@@ -15,6 +15,7 @@ from jinfer.errors import CheckpointError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES: dict[str, type] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _PACKED: dict[str, type] = {"U8": np.uint8, "F8_E4M3": ml_dtypes.float8_e4m3fn}
+_LFS = b"version https://git-lfs"
 _BUFFER = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
@@ -109,6 +110,10 @@ class SafetensorsReader:
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
         except SafetensorError as error:
+            with path.open("rb") as file:
+                if file.read(len(_LFS)) == _LFS:
+                    raise CheckpointError(f"{path}: is a pointer of Git LFS, not the weights; fetch them with "
+                                          "`git lfs pull`") from None
             raise CheckpointError(f"{path}: broken or truncated safetensors file: {error}") from None
         for name in sorted(header):
             kind, shape, (start, stop) = (header[name][key] for key in ("dtype", "shape", "data_offsets"))

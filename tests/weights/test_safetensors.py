@@ -169,6 +169,18 @@ def test_folder_without_weights(tmp_path):
         open_checkpoint(tmp_path)
 
 
+def test_what_lies_there_instead_is_told(tmp_path):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "m.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"is no model folder; give a \.gguf file in it: m\.gguf"):
+        open_checkpoint(folder)
+    shutil.copy(MODELS / "llama_plain/config.json", folder)
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(CheckpointError, match=r"safetensors: is a pointer of Git LFS"):
+        open_checkpoint(folder)
+
+
 def test_path_that_is_nothing(tmp_path):
     with pytest.raises(CheckpointError, match="neither a model folder"):
         open_checkpoint(tmp_path / "nowhere")

@@ -74,13 +74,13 @@ class LatentAttention(nnx.Module):
         compressed = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x))
         q = self.q_up(compressed).reshape(tokens, self.heads, -1)
         q_rope = rotate(q[:, :, sizes.nope_dim :], *layer.rotary)
-        q_latent = _per_head("tnh,nhr->tnr", q[:, :, : sizes.nope_dim], self.k_up[...])
+        q_latent = _per_head("nth,nhr->ntr", q[:, :, : sizes.nope_dim], self.k_up[...])
         down = self.kv_down(x)
         latent = self.kv_norm(down[:, : sizes.kv_rank])
         k_rope = rotate(down[:, sizes.kv_rank :], *layer.rotary)
         attended, cache = self._attend(jnp.concatenate([q_latent, q_rope], axis=-1),
                                        jnp.concatenate([latent, k_rope], axis=-1), cache, layer, decode)
-        values = _per_head("tnr,nhr->tnh", attended, self.v_up[...])
+        values = _per_head("ntr,nhr->nth", attended, self.v_up[...])
         return self.out(values.reshape(tokens, -1)), cache
 
     def _attend(self, q: jax.Array, k: jax.Array, cache: KVPages, layer: LayerContext,
@@ -105,5 +105,10 @@ class LatentAttention(nnx.Module):
 
 
 def _per_head(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """A matrix for each head: x [T, N, .], weight [N, ., .] -> [T, N, .] in x's dtype."""
-    return jnp.einsum(equation, x.astype(weight.dtype), weight, preferred_element_type=jnp.float32).astype(x.dtype)
+    """A matrix for each head: x [T, N, .], weight [N, ., .] -> [T, N, .] in x's dtype.
+
+    Heads lead in the product: XLA:CPU has none of bfloat16 with a batch that lies further in.
+    """
+    x, dtype = x.transpose(1, 0, 2), x.dtype
+    y = jnp.einsum(equation, x.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
+    return y.astype(dtype).transpose(1, 0, 2)

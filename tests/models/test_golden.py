@@ -90,10 +90,12 @@ def test_a_wrong_shape_is_refused():
         forward(config, checkpoint.reader, [1])
 
 
-@pytest.mark.parametrize(("options", "bound"), [({"dtype": "bfloat16"}, 0.03), ({"quantization": "int8"}, 0.1)])
-def test_narrow_types_stay_close(options, bound):
-    checkpoint = open_checkpoint(DATA / "models" / "llama_plain")
-    prompt = golden("logits_llama_plain")["prompts"]["long"]
+@pytest.mark.parametrize(("name", "options", "bound"), [
+    ("llama_plain", {"dtype": "bfloat16"}, 0.03), ("llama_plain", {"quantization": "int8"}, 0.1),
+    ("deepseek_v2", {"dtype": "bfloat16"}, 0.05), ("deepseek_v2", {"quantization": "int8"}, 0.1)])
+def test_narrow_types_stay_close(name, options, bound):
+    checkpoint = open_checkpoint(DATA / "models" / name)
+    prompt = golden(f"logits_{name}")["prompts"]["long"]
     want = np.array(prompt["last_logits"])
     got = forward(checkpoint.config, checkpoint.reader, prompt["ids"], **options)[-1]
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < bound

@@ -49,6 +49,12 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     interleaved: bool = False
 
+    def __post_init__(self) -> None:
+        if not (self.theta > 0 and self.factor > 0):
+            raise ConfigError(f"model.rope: theta and factor must be positive, got {self.theta!r} and {self.factor!r}")
+        if self.kind in ("dynamic", "yarn", "llama3", "longrope") and self.original_context < 1:
+            raise ConfigError(f"model.rope.original_context: {self.kind!r} needs it, got {self.original_context!r}")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
@@ -203,6 +209,18 @@ class ModelConfig:
         for layer in self.layers:
             if layer.local_rope and self.local_rope is None:
                 raise ConfigError("model.local_rope: is asked for by a layer and not given")
+        if self.latent and self.head_dim != self.latent.nope_dim + self.latent.rope_dim:
+            raise ConfigError(f"model.head_dim: {self.head_dim} is not the latent's nope_dim {self.latent.nope_dim} + "
+                              f"rope_dim {self.latent.rope_dim}")
+        for name, rope in (("rope", self.rope), ("local_rope", self.local_rope)):
+            lanes = int(self.rotary_dim * rope.partial) if rope else 2
+            if not 0 < lanes <= self.rotary_dim or lanes % 2:
+                raise ConfigError(f"model.{name}.partial: {rope and rope.partial!r} of {self.rotary_dim} lanes is not "
+                                  "an even number of them")
+            if rope and rope.kind == "longrope" and not (
+                    len(rope.short_factors) == len(rope.long_factors) == lanes // 2):
+                raise ConfigError(f"model.{name}.short_factors: {len(rope.short_factors)} and "
+                                  f"{len(rope.long_factors)} long_factors for {lanes // 2} frequencies")
 
     @property
     def group_size(self) -> int:

@@ -15,10 +15,12 @@ def qwen3_moe(config: ModelConfig, layout: Layout, precision: Precision) -> Deco
 
     def block(layer: LayerConfig, name: str) -> Block:
         mlp = f"{name}.mlp"
-        names = ExpertNames(router=f"{mlp}.gate", experts=f"{mlp}.experts")
+        if layer.dense or config.experts is None:
+            network: GatedMLP | Experts = GatedMLP(config, layout, precision, mlp)
+        else:
+            network = Experts(config, layout, precision, ExpertNames(router=f"{mlp}.gate", experts=f"{mlp}.experts"))
         return Block(
-            layout, attention=Attention(config, layout, precision, layer, f"{name}.self_attn"),
-            mlp=GatedMLP(config, layout, precision, mlp) if layer.dense else Experts(config, layout, precision, names),
+            layout, attention=Attention(config, layout, precision, layer, f"{name}.self_attn"), mlp=network,
             before_attention=norm(f"{name}.input_layernorm"), before_mlp=norm(f"{name}.post_attention_layernorm"))
 
     return Decoder(config, layout, precision, block)

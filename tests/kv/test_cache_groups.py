@@ -20,7 +20,7 @@ def test_groups():
     assert cache_groups(GEMMA3) == (CacheGroup(None, 3, 512), CacheGroup(512, 15, 512))
     latent = LatentConfig(q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
     # one vector, no value beside it
-    assert cache_groups(model(latent=latent, num_layers=60)) == (CacheGroup(None, 60, 576),)
+    assert cache_groups(model(latent=latent, head_dim=192, num_layers=60)) == (CacheGroup(None, 60, 576),)
 
 
 def test_positions_of_a_window():

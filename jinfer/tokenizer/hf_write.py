@@ -30,6 +30,7 @@ def write_gguf_tokenizer(path: Path, folder: Path) -> None:
     chat templates. End tokens are the business of generation_config.json. Raises TokenizerError, OSError.
     """
     vocab, tokenizer = open_vocabulary(path), load_gguf(path)
+    own: dict[str, Any] = {}
     if vocab.value("model", str) == "gpt2":
         backend, _ = bpe_backend(vocab)
         if tokenizer.prefix:
@@ -41,8 +42,10 @@ def write_gguf_tokenizer(path: Path, folder: Path) -> None:
     else:
         (folder / "tokenizer.model").write_bytes(spm_model(vocab))
         kind = "LlamaTokenizer"
+        # transformers' class goes by this key, not by what tokenizer.model says
+        own["add_prefix_space"] = vocab.value("add_space_prefix", bool, True)
     config = {"tokenizer_class": kind, "add_bos_token": tokenizer.add_bos, "add_eos_token": False,
-              "clean_up_tokenization_spaces": False, **_named(vocab), **_added(vocab),
+              "clean_up_tokenization_spaces": False, **own, **_named(vocab), **_added(vocab),
               **_templates(vocab, folder)}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 

@@ -1,6 +1,7 @@
 """Vocabularies inside GGUF files."""
 
 import hashlib
+import json
 import random
 import subprocess
 import sys
@@ -167,6 +168,17 @@ def test_phi3_tokens_do_so_in_a_folder_too(tmp_path):
     assert (new.specials, new.special_ids, new.vocab_size) == (old.specials, old.special_ids, old.vocab_size)
     for text in ("<turn>\n he", "</s>  he", "<s> he"):
         assert new.encode(text) == old.encode(text)
+
+
+@pytest.mark.parametrize("space", [True, False])
+def test_a_folder_says_whether_a_space_is_put_before_the_text(tmp_path, space):
+    tokens, scores, types = spm_vocabulary()
+    path = write_gguf(tmp_path / "a.gguf", "llama", tokens, types, add_token_scores=scores, add_bos_token_id=1,
+                      add_eos_token_id=2, add_add_space_prefix=space)
+    (tmp_path / "b").mkdir()
+    write_gguf_tokenizer(path, tmp_path / "b")
+    assert json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())["add_prefix_space"] == space
+    assert load_tokenizer(tmp_path / "b").encode("he") == load_tokenizer(path).encode("he")
 
 
 def test_end_of_turn_found_by_text(tmp_path):

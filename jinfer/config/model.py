@@ -112,6 +112,8 @@ class ExpertsConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"model.experts.{name}: must be a positive integer, got {value!r}")
+        if not isinstance(self.shared, int) or self.shared < 0:
+            raise ConfigError(f"model.experts.shared: must be an integer of at least 0, got {self.shared!r}")
         if self.count % self.groups or self.active_groups > self.groups:
             raise ConfigError(f"model.experts.groups: {self.count} experts and {self.active_groups} active groups "
                               f"do not fit {self.groups} groups")

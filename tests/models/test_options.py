@@ -45,6 +45,11 @@ def test_what_a_family_does_not_have_is_refused(family, options, message):
         build(family, **options)
 
 
+def test_fewer_than_no_shared_experts_are_refused():
+    with pytest.raises(ConfigError, match=r"model\.experts\.shared: .* got -1"):
+        experts(shared=-1)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "yarn", "llama3", "longrope"])
 def test_a_rope_that_depends_on_the_original_context_needs_it(kind):
     with pytest.raises(ConfigError, match=rf"model\.rope\.original_context: '{kind}' needs it"):

@@ -48,7 +48,6 @@ class ExpertLinear(nnx.Module):
     def specs(self, layout: Layout) -> Stack:
         return Stack(*(None if axes is None else layout.spec(*axes) for axes in self.axes))
 
-
     def multiply(self, x: jax.Array, arrays: Stack, experts: jax.Array, sizes: jax.Array) -> jax.Array:
         """x [R, in], rows sorted by expert; experts [R] int32 of each row; sizes [E] int32 -> [R, out] float32."""
         y = grouped_matmul(x, arrays.kernel, sizes, scales=arrays.scale, inputs_first=self.inputs_first)

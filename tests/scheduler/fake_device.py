@@ -225,10 +225,13 @@ def most_steps(requests: Sequence[Request], scheduler: Scheduler) -> int:
     """Steps that always suffice: each charged to the oldest request alive, which nothing holds up.
 
     It may have been evicted just before it became the oldest (its tokens still in flight: one step without a
-    plan), computes at most max_position tokens in chunks, then decodes; its last tokens come a step late.
+    plan), computes at most max_position tokens in chunks, then decodes; its last tokens come a step late. Where pages
+    of a window are short, a chunk is no more than one of them.
     """
-    bound = 2
+    bound, chunk = 2, scheduler.prefill_tokens
+    if any(pool.window for pool in scheduler.pages.pools):
+        chunk = min(chunk, scheduler.pages.page_size)
     for request in requests:
-        bound += -(-request.max_position // scheduler.prefill_tokens) + 3
+        bound += -(-request.max_position // chunk) + 3
         bound += -(-(request.max_position - len(request.prompt)) // scheduler.decode_steps)
     return bound

@@ -147,3 +147,14 @@ def test_a_long_crowded_run(seed, windows, late):
         ended = request.finish_reason != "cancelled"
         expected = alone(request, sees=loop.device.sees)
         assert request.outputs == (expected if ended else expected[:len(request.outputs)])
+
+
+def test_in_the_smallest_pools_a_long_prompt_moves_on_page_by_page():
+    pools = [PagePool(1 + (window_pages(window, 3, 1) or 16), 3, window) for window in (None, 5, 9)]
+    scheduler = Scheduler(pools, max_rows=2, max_context=48, prefill_tokens=64, max_chunks=2)
+    loop = Loop(scheduler)
+    request = make_request("long", list(range(47)), max_tokens=0, context=48)
+    scheduler.add(request)
+    loop.run(most_steps([request], scheduler))
+    assert request.finish_reason == "length"
+    assert loop.steps > 10

@@ -3,12 +3,20 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from jinfer.errors import ConfigError
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+QKNorm = Literal["head", "all"]
+Scoring = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top2"]
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"model.{name}: {value!r} is not one of {', '.join(map(str, choices))}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +58,7 @@ class RopeConfig:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
+        _check_choice("rope.kind", self.kind, get_args(RopeKind))
         if not (self.theta > 0 and self.factor > 0):
             raise ConfigError(f"model.rope: theta and factor must be positive, got {self.theta!r} and {self.factor!r}")
         if self.kind in ("dynamic", "yarn", "llama3", "longrope") and self.original_context < 1:
@@ -96,12 +105,12 @@ class ExpertsConfig:
     count: int
     active: int
     intermediate_size: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Scoring = "softmax"
     normalise: bool = True
     scale: float = 1.0
     groups: int = 1
     active_groups: int = 1
-    group_score: Literal["max", "top2"] = "max"
+    group_score: GroupScore = "max"
     selection_bias: bool = False
     router_bias: bool = False
     bias: bool = False
@@ -112,6 +121,8 @@ class ExpertsConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"model.experts.{name}: must be a positive integer, got {value!r}")
+        _check_choice("experts.scoring", self.scoring, get_args(Scoring))
+        _check_choice("experts.group_score", self.group_score, get_args(GroupScore))
         if not isinstance(self.shared, int) or self.shared < 0:
             raise ConfigError(f"model.experts.shared: must be an integer of at least 0, got {self.shared!r}")
         if self.count % self.groups or self.active_groups > self.groups:
@@ -183,7 +194,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: Literal["head", "all"] | None = None
+    qk_norm: QKNorm | None = None
     query_scale: float | None = None
     attention_soft_cap: float | None = None
     final_soft_cap: float | None = None
@@ -203,6 +214,8 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"model.{name}: must be a positive integer, got {value!r}")
+        _check_choice("activation", self.activation, get_args(Activation))
+        _check_choice("qk_norm", self.qk_norm, (None, *get_args(QKNorm)))
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model.num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")

@@ -42,6 +42,8 @@ def _check_options(config: ModelConfig) -> None:
         "layers.dense": any(layer.dense for layer in config.layers) and family not in ("qwen3_moe", "deepseek"),
         "latent": config.latent is not None and not latent,
         "qk_norm": latent and config.qk_norm,
+        "qkv_bias": latent and config.qkv_bias,
+        "o_bias": latent and config.o_bias,
         "sinks": latent and config.sinks,
         "rope.interleaved": config.rope.interleaved and not latent,
     }

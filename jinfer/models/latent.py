@@ -30,18 +30,16 @@ class LatentAttention(nnx.Module):
     def __init__(self, config: ModelConfig, layout: Layout, precision: Precision, layer: LayerConfig, name: str):
         latent, heads, model = config.latent, config.num_heads, config.hidden_size
         assert latent is not None
-        self.sizes, self.heads, self.copies = latent, heads, layout.kv_heads(config)
+        self.sizes, self.heads = latent, heads
         self.scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
         self.window, self.soft_cap, self.layout = layer.window, config.attention_soft_cap, layout
 
         def matrix(kind: str, shape: tuple[int, int], *, passed: int | None = None, cut: bool = False) -> Linear:
-            """passed: lanes of a head before those that rotate. cut: rows are query heads; those have no bias."""
+            """passed: lanes of a head before those that rotate. cut: rows are query heads."""
             weight = plain(f"{name}.{kind}.weight", shape, ("kv_heads" if cut else None, None))
-            bias = plain(f"{name}.{kind}.bias", shape[:1], (None,)) if config.qkv_bias and not cut else None
             if passed is not None and config.rope.interleaved:
                 weight = half_split(weight, passed, latent.rope_dim)
-                bias = bias and half_split(bias, passed, latent.rope_dim)
-            return Linear(weight, precision, bias=bias)
+            return Linear(weight, precision)
 
         def norm(kind: str, width: int) -> RMSNorm:
             return RMSNorm(plain(f"{name}.{kind}.weight", (width,), (None,)), NORM_EPS)
@@ -63,9 +61,8 @@ class LatentAttention(nnx.Module):
         self.kv_down = matrix("kv_a_proj_with_mqa", (latent.kv_rank + latent.rope_dim, model), passed=latent.kv_rank)
         self.kv_norm = norm("kv_a_layernorm", latent.kv_rank)
         self.k_up, self.v_up = up(0, latent.nope_dim), up(latent.nope_dim, latent.value_dim)
-        self.out = Linear(
-            plain(f"{name}.o_proj.weight", (model, heads * latent.value_dim), (None, "kv_heads")), precision,
-            layout=layout, bias=plain(f"{name}.o_proj.bias", (model,), (None,)) if config.o_bias else None)
+        self.out = Linear(plain(f"{name}.o_proj.weight", (model, heads * latent.value_dim), (None, "kv_heads")),
+                          precision, layout=layout)
 
     def __call__(self, x: jax.Array, cache: KVPages, layer: LayerContext, *,
                  decode: bool) -> tuple[jax.Array, KVPages]:

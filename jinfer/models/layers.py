@@ -11,8 +11,9 @@ import numpy as np
 from flax import nnx
 
 from jinfer.models.parameter import Index, Parameter, Precision, Reader, shifted
-from jinfer.quant.int8 import quantise_tokens, quantised_rows
+from jinfer.quant.int8 import quantised_rows
 from jinfer.sharding import Layout
+from pallas_kernels.grouped_matmul.reference import quantise_rows
 
 
 class Linear(nnx.Module):
@@ -51,7 +52,7 @@ class Linear(nnx.Module):
         if self.scale is None:
             y = self._multiply(x.astype(kernel.dtype), kernel, jnp.float32)
         else:
-            quantised, scale = quantise_tokens(x)
+            quantised, scale = quantise_rows(x)
             y = self._multiply(quantised, kernel, jnp.int32)
             y = y.astype(jnp.float32) * scale[:, None] * self.scale[...].reshape(-1)
         y = y.reshape(-1, *outputs)

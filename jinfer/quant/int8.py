@@ -5,13 +5,10 @@ LLM.int8 (arXiv 2208.07339) without its outlier path: x . w = (x_q . w_q) * scal
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jinfer.models.parameter import Index, Parameter, Reader
-
-SMALLEST = 1e-30  # keeps the scale of an all-zero row from being zero
+from pallas_kernels.grouped_matmul.reference import SMALLEST
 
 
 def quantised_rows(weight: Parameter) -> tuple[Parameter, Parameter]:
@@ -31,10 +28,3 @@ def quantised_rows(weight: Parameter) -> tuple[Parameter, Parameter]:
     values = dataclasses.replace(weight, read=read_values, dtype=np.dtype(np.int8))
     scale = dataclasses.replace(weight, shape=weight.shape[:-1], axes=weight.axes[:-1], read=read_scale)
     return values, scale
-
-
-def quantise_tokens(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Symmetric int8 per token: x [T, I] -> (int8 [T, I], scale [T] float32 with x = q * scale)."""
-    wide = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=1), SMALLEST) / 127.0
-    return jnp.round(wide * (1.0 / scale)[:, None]).astype(jnp.int8), scale

@@ -1,5 +1,6 @@
 """Conversion of checkpoints: any that opens -> a folder of safetensors or of an Orbax checkpoint."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -70,9 +71,11 @@ def convert(source: Path, target: Path, to: Format, *, dtype: StoredType = "keep
             progress(done, total)
 
     config = _config(checkpoint, dtype)
-    with new_folder(target, need=total + total // 50 + (32 << 20), overwrite=overwrite) as folder:
+    # Closed here, whatever happens: left to the garbage collector, it may join its threads inside a lock they wait for.
+    reading = contextlib.closing(read_slabs(checkpoint.reader, targets))
+    need = total + total // 50 + (32 << 20)
+    with new_folder(target, need=need, overwrite=overwrite) as folder, reading as slabs:
         _write_side_files(checkpoint, folder)
-        slabs = read_slabs(checkpoint.reader, targets)
         if to == "safetensors":
             write_safetensors(folder, targets, slabs, written, shard_bytes=shard_bytes)
         else:
@@ -165,6 +168,8 @@ def _edited(text: str, dtype: str | None) -> str:
     """config.json of another format: tensors are stored plainly, as `dtype` (None: as they were)."""
     config = json.loads(text)
     changed = config.pop("quantization_config", None) is not None
+    if changed and dtype is None:
+        dtype = "float32"  # what packed weights become
     keys = [key for key in ("dtype", "torch_dtype") if key in config]
     if dtype is not None and any(config[key] != dtype for key in keys):
         config.update(dict.fromkeys(keys, dtype))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jinfer.errors import CheckpointError
+from jinfer.weights.orbax import FOLDER
 
 CONFIG = "config.json"  # no folder is a model without it, so it is written last
 
@@ -70,8 +71,9 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"{target}: exists; choose another place or overwrite it")
     if not target.is_dir() or target.is_symlink():
         raise CheckpointError(f"{target}: is no folder, and only folders are replaced")
-    if any(target.iterdir()) and not (target / CONFIG).is_file():
-        raise CheckpointError(f"{target}: holds no {CONFIG}, so it is no model that may be replaced")
+    weights = any(path.suffix == ".safetensors" or path.name == FOLDER for path in target.iterdir())
+    if any(target.iterdir()) and not (weights and (target / CONFIG).is_file()):
+        raise CheckpointError(f"{target}: holds no {CONFIG} or no weights, so it is no model that may be replaced")
 
 
 def _sync_files(folder: Path) -> None:

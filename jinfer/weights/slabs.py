@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -13,6 +13,7 @@ from jinfer.weights.checkpoint import TensorReader
 
 SLAB_BYTES = 16 << 20
 AHEAD = 4  # slabs being read while one is written; decoding quantised blocks needs the cores
+READERS = "read-slabs"  # name of its threads
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def stored_dtype(reader: TensorReader, name: str) -> np.dtype:
     return reader.read(name, tuple(slice(0, 1) for _ in reader.shape(name))).dtype
 
 
-def read_slabs(reader: TensorReader, targets: Mapping[str, Target]) -> Iterator[Slab]:
+def read_slabs(reader: TensorReader, targets: Mapping[str, Target]) -> Generator[Slab]:
     """All tensors of `targets` in that order, in slabs of about SLAB_BYTES.
 
     At most AHEAD + 1 slabs are in memory. A slab is larger than SLAB_BYTES only where one group of rows is.
@@ -59,7 +60,7 @@ def read_slabs(reader: TensorReader, targets: Mapping[str, Target]) -> Iterator[
         part = reader.read(name, (slice(start, stop),))
         return Slab(name, start, _converted(name, part, target.dtype))
 
-    with ThreadPoolExecutor(AHEAD) as pool:
+    with ThreadPoolExecutor(AHEAD, READERS) as pool:
         pending: collections.deque[Future[Slab]] = collections.deque()
         try:
             for name, target in targets.items():

@@ -36,7 +36,8 @@ def test_kernels_compile(device):
             kernels = [kernel for kernel in compiled.kernels if kernel.pallas]
             assert kernels, f"{operation} {case}: no kernel in the program"
             if implementation == "tpu":
-                assert all(kernel.cycles for kernel in kernels), f"{operation} {case}: cycles not counted"
+                counted = all(kernel.cycles for kernel in kernels) or (device, operation) in UNCOUNTED
+                assert counted, f"{operation} {case}: cycles not counted"
                 assert all(kernel.memory["vmem"] < 64 * 2**20 for kernel in kernels)
             else:
                 assert all(kernel.memory["shared"] <= 227 * 1024 for kernel in kernels)

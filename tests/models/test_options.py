@@ -34,6 +34,7 @@ def build(family: str, **options):
     ("deepseek", {"experts": experts()}, r"model\.latent: family 'deepseek' needs it"),
     ("deepseek", {"latent": LATENT, "qk_norm": "head"}, r"model\.qk_norm"),
     ("deepseek", {"latent": LATENT, "sinks": True}, r"model\.sinks"),
+    ("deepseek", {"latent": LATENT, "o_bias": True}, r"model\.o_bias"),
     ("deepseek", {"latent": LATENT, "head_dim": 16}, r"model\.head_dim: 16 is not .* 8 \+ rope_dim 4"),
     ("llama", {"rope": RopeConfig(interleaved=True)}, r"model\.rope\.interleaved"),
     ("llama", {"rope": RopeConfig(partial=0.4)}, r"model\.rope\.partial: 0\.4 of 8 lanes"),
@@ -60,3 +61,13 @@ def test_a_rope_that_depends_on_the_original_context_needs_it(kind):
 def test_a_mixture_may_have_no_layer_with_experts(family, options):
     """As the readers say of a checkpoint whose layers are all dense."""
     assert not any(isinstance(block.mlp, Experts) for block in build(family, **options).blocks)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: build("llama", qk_norm="heads"), r"model\.qk_norm: 'heads' is not one of None, head, all"),
+    (lambda: build("llama", activation="gelu"), r"model\.activation: 'gelu'"),
+    (lambda: experts(scoring="relu"), r"model\.experts\.scoring: 'relu'"),
+    (lambda: RopeConfig(kind="ntk"), r"model\.rope\.kind: 'ntk'")])
+def test_a_word_that_means_nothing_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

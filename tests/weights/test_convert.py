@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -271,7 +272,10 @@ def test_existing_target(tmp_path):
         convert(source, tmp_path / "b", "safetensors")
     with pytest.raises(CheckpointError, match="no model"):
         convert(source, tmp_path / "b", "safetensors", overwrite=True)
-    (tmp_path / "b" / "config.json").write_text("{}")
+    (tmp_path / "b" / "config.json").write_text("{}")  # many programs have one
+    with pytest.raises(CheckpointError, match="no model"):
+        convert(source, tmp_path / "b", "safetensors", overwrite=True)
+    (tmp_path / "b" / "model.safetensors").write_bytes(b"broken")
     convert(source, tmp_path / "b", "safetensors", overwrite=True)
     assert_same(tmp_path / "b", load_file(PLAIN / "model.safetensors"))
     assert not (tmp_path / "b" / "mine.txt").exists()
@@ -338,6 +342,8 @@ def test_a_disk_that_becomes_full(tmp_path, to):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    readers = [thread for thread in threading.enumerate() if thread.name.startswith(slabs.READERS)]
+    assert not readers, "threads left for the garbage collector to join, where it may wait for ever"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

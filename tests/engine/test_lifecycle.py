@@ -99,6 +99,15 @@ def test_a_closed_engine_says_so_and_holds_no_memory(fresh):
     assert all(x.is_deleted() for x in jax.tree.leaves((fresh._runner.weights, fresh._runner.kv)))
 
 
+@pytest.fixture
+def interrupts():
+    """Ctrl-C as a terminal's process sees it; one in the background may have been started to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_waits_for_the_end_of_the_step(engines, monkeypatch):
     """Ctrl-C in the middle of a step would lose tokens of other requests, or the donated pool."""
     engine = engines.get("llama_plain")

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jinfer.models.expert_parameters import stacked, stacked_kernels
@@ -31,7 +32,7 @@ class ExpertLinear(nnx.Module):
     def __init__(self, weights: Sequence[Parameter], biases: Sequence[Parameter] | None, layout: Layout,
                  precision: Precision):
         """weights, biases: of each expert, [out, in] and [out]."""
-        if layout.platform == "tpu":
+        if layout.platform == "tpu" and precision.weight_dtype != np.int8:  # which has one order only
             precision = dataclasses.replace(precision, inputs_first=_fills_lanes_better(weights[0], layout))
         self.inputs_first = precision.inputs_first
         kernel, scale = stacked_kernels(weights, precision)

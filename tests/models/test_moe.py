@@ -10,9 +10,10 @@ import pytest
 from jinfer.config import ExpertsConfig, LayerConfig, LayoutConfig, ModelConfig
 from jinfer.errors import LayoutError
 from jinfer.models.activation import gate
+from jinfer.models.expert_linear import ExpertLinear
 from jinfer.models.expert_parameters import pairs_apart
 from jinfer.models.moe import in_order
-from jinfer.models.parameter import plain
+from jinfer.models.parameter import Precision, plain
 from jinfer.models.router import Router
 from jinfer.sharding import Layout
 from tests.kernels.oracle import error
@@ -182,3 +183,16 @@ def test_widths_of_experts_must_divide():
         layout.check(with_width(18, dense=False))
     with pytest.raises(LayoutError, match=r"layout: intermediate_size 50 is not divisible by 4 ranks"):
         layout.check(with_width(16, dense=True))
+
+
+@pytest.mark.parametrize(("shape", "parts", "quantization", "inputs_first"), [
+    ((5760, 2880), 1, None, True), ((2880, 5760), 1, None, False), ((2048, 768), 4, None, True),
+    ((1024, 512), 1, None, False), ((5760, 2880), 1, "int8", False)])
+def test_on_a_tpu_a_device_part_lies_along_the_axis_that_fills_lanes(monkeypatch, shape, parts, quantization, inputs_first):
+    """Else XLA copies all experts of a layer for the kernel in every call."""
+    monkeypatch.setattr(Layout, "platform", property(lambda layout: "tpu"))
+    layout = Layout.build(LayoutConfig(mesh={"tensor": parts}))
+    weight = plain("w", shape, (None, "ffn"))
+    linear = ExpertLinear([weight, weight], None, layout, Precision.of("bfloat16", quantization))
+    assert linear.inputs_first == inputs_first
+    assert linear.kernel.get_value().shape == (2, *(shape[::-1] if inputs_first else shape))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinfer.config import EngineConfig
 from jinfer.config.model import ModelConfig
 from jinfer.errors import TokenizerError
 from jinfer.kv.cache import cache_groups, longest_sequence
@@ -16,7 +17,7 @@ from jinfer.tokenizer.gguf_vocab import open_vocabulary
 from jinfer.weights.checkpoint import TensorReader, open_checkpoint
 
 KINDS = ("embedding", "attention", "feed-forward", "experts", "router", "norms", "head", "other")
-PAGE = 64
+PAGE = EngineConfig().page_size
 CACHE_BYTES = 2  # bfloat16
 SHARE = 0.9  # of the memory; the rest is for programs' temporaries and the runtime
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}

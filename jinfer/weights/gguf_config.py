@@ -17,7 +17,7 @@ from jinfer.errors import CheckpointError, ConfigError
 from jinfer.weights.gguf_keys import Keys
 from jinfer.weights.gguf_meta import GgufHead
 from jinfer.weights.gguf_rope import ROPE_KEYS, read_rope
-from jinfer.weights.hf_config import context_length
+from jinfer.weights.hf_rope import context_length
 
 Fields = dict[str, Any]
 _COMMON = (

@@ -13,8 +13,6 @@ from jinfer.weights.hf_section import Section
 from jinfer.weights.hf_storage import read_storage
 from jinfer.weights.hf_text import text_section
 
-__all__ = ["context_length", "read_hf_config"]
-
 
 def read_hf_config(folder: Path) -> ModelConfig:
     """ModelConfig of the model in `folder`. ConfigError names the file and the key."""

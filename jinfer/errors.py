@@ -37,6 +37,10 @@ class CapacityError(RequestError):
     """A request can never fit, whatever else finishes. The message carries both numbers."""
 
 
+class OverloadError(JinferError):
+    """The request is fine, but the engine takes no more now: the queue is full, or it drains. Try again later."""
+
+
 class CacheError(JinferError):
     """The download or compilation cache cannot be written (no space, no permission)."""
 

@@ -3,6 +3,7 @@
 from jinfer.config.engine import EngineConfig, LayoutConfig
 from jinfer.config.model import ExpertsConfig, LatentConfig, LayerConfig, ModelConfig, RopeConfig
 from jinfer.config.sampling import SamplingParams
+from jinfer.config.service import ServiceParams
 
 __all__ = ["EngineConfig", "ExpertsConfig", "LatentConfig", "LayerConfig", "LayoutConfig", "ModelConfig", "RopeConfig",
-           "SamplingParams"]
+           "SamplingParams", "ServiceParams"]

@@ -53,6 +53,17 @@ class EngineConfig:
       memory_utilization: share of device memory jinfer may use.
       prefill_tokens: most prompt tokens computed in one step (the chunk budget).
       decode_steps: tokens generated in one dispatch; more is less host work but coarser streaming.
+      decode_rows: most rows decoded in a step; None is max_rows.
+      step_tokens: most tokens of a step, prefill and decode together; None is no limit.
+      itl_target: seconds a step may take while rows decode; prefill chunks shrink to keep it. None is no limit.
+      policy: in which order requests are served: fcfs, priority, deadline, longest-prefix, static, or the
+        `package.module:name` of a Policy of your own.
+      ageing: seconds of waiting that outweigh one class of priority.
+      admission: `optimistic` reserves KV for the output lengths seen so far, `reserving` for the declared ones.
+      max_preemptions: how often a request may lose its pages; after that it is admitted with all it can need.
+      max_waiting: requests that may wait; more are refused. None is no limit.
+      prefix_cache: keep the pages of ended requests for others that begin alike.
+      host_kv_gb: host memory in GiB for pages that the pool has no room for; 0 is no host tier.
       max_logprobs: most alternatives a request may ask for.
       max_stop_ids: most end and stop token ids a request may have.
       max_logit_bias: most biased tokens a request may have.
@@ -74,6 +85,16 @@ class EngineConfig:
     memory_utilization: float = 0.9
     prefill_tokens: int = 512
     decode_steps: int = 1
+    decode_rows: int | None = None
+    step_tokens: int | None = None
+    itl_target: float | None = None
+    policy: str = "priority"
+    ageing: float = 60.0
+    admission: Literal["optimistic", "reserving"] = "optimistic"
+    max_preemptions: int = 3
+    max_waiting: int | None = None
+    prefix_cache: bool = True
+    host_kv_gb: float = 0.0
     max_logprobs: int = 20
     max_stop_ids: int = 16
     max_logit_bias: int = 304
@@ -85,12 +106,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_rows", "page_size", "prefill_tokens", "decode_steps", "max_stop_ids"):
             _positive(name, getattr(self, name))
-        for name in ("max_context", "kv_pages"):
+        for name in ("max_context", "kv_pages", "decode_rows", "step_tokens", "max_waiting"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         if self.kv_pages == 1:
             raise ConfigError("kv_pages: 1 is the null page alone; give at least 2")
-        for name in ("max_logprobs", "max_logit_bias"):
+        for name in ("max_logprobs", "max_logit_bias", "max_preemptions"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ConfigError(f"{name}: must be an integer of at least 0, got {value!r}")
@@ -103,6 +124,14 @@ class EngineConfig:
             raise ConfigError(f"memory_utilization: must be in (0, 1], got {self.memory_utilization!r}")
         if self.kv_memory_gb is not None and not 0.0 < self.kv_memory_gb < float("inf"):
             raise ConfigError(f"kv_memory_gb: must be positive, got {self.kv_memory_gb!r}")
+        if self.admission not in ("optimistic", "reserving"):
+            raise ConfigError(f"admission: must be optimistic or reserving, got {self.admission!r}")
+        if self.itl_target is not None and not 0.0 < self.itl_target < float("inf"):
+            raise ConfigError(f"itl_target: must be a positive number of seconds, got {self.itl_target!r}")
+        if not 0.0 < self.ageing < float("inf"):
+            raise ConfigError(f"ageing: must be a positive number of seconds, got {self.ageing!r}")
+        if not 0.0 <= self.host_kv_gb < float("inf"):
+            raise ConfigError(f"host_kv_gb: must be 0 or more, got {self.host_kv_gb!r}")
         if self.decode_steps > self.page_size:
             raise ConfigError(f"decode_steps: {self.decode_steps} is more than page_size {self.page_size}; "
                               "a row takes at most one new page a dispatch")

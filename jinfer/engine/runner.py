@@ -123,7 +123,7 @@ class Runner:
         scored = False
         for i, chunk in enumerate(plan.chunks):
             request, end = chunk.request, begin + chunk.length
-            if chunk.start == 0:
+            if chunk.joins:
                 self._join(request, chunk.slot)
             fields.tokens[begin:end] = request.tokens(chunk.start, chunk.start + chunk.length)
             if request.scores_prompt:

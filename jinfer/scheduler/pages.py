@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from jinfer.errors import CapacityError
 from jinfer.kv.pool import PagePool
 from jinfer.kv.sizing import pages_for, window_pages
+from jinfer.scheduler.plan import NewPage
 from jinfer.scheduler.request import Request
 
-NewPage = tuple[int, int, int]  # group, index in the row's page table, page
 NEVER = sys.maxsize
 
 

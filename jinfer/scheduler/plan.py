@@ -1,19 +1,53 @@
-"""StepPlan: what one step computes, at most one prefill call and one decode call."""
+"""StepPlan: what one step computes, at most one prefill call and one decode call, and which pages move before them."""
 
 import dataclasses
+from typing import NamedTuple
 
-from jinfer.scheduler.pages import NewPage
 from jinfer.scheduler.request import Request
+
+NewPage = tuple[int, int, int]  # group, index in the row's page table, page
+
+
+class PageOut(NamedTuple):
+    """A page of the pool goes to a slot of the host tier; the pool's page is free for others in the same plan."""
+
+    group: int
+    page: int
+    slot: int
+
+
+class PageIn(NamedTuple):
+    """A slot of the host tier goes to a page of the pool; the slot keeps what it holds."""
+
+    group: int
+    slot: int
+    page: int
+
+
+class PageCopy(NamedTuple):
+    """A page of the pool is copied to another one: a fork's partly filled last page."""
+
+    group: int
+    source: int
+    target: int
+
+
+class Received(NamedTuple):
+    """Positions that another engine computed go to the pages a request has got for them (`request.given`)."""
+
+    request: Request
+    pages: tuple[tuple[int, ...], ...]  # of each group, in order of position; 0 where the sender held none
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
     """Part of a prompt in a prefill call: positions start..start+length-1 of request.tokens.
 
-    A chunk with start 0 is the first of its request in this slot: the row joins. The whole page tables of the request
-    (request.pages) go up with every chunk.
+    The whole page tables of the request (request.pages) go up with every chunk.
 
     Attributes:
+      joins: it is the first of its request in this slot. It starts behind whatever was computed before by others:
+        a prefix that was found, a sibling, another engine.
       final: it ends the known tokens.
     """
 
@@ -22,6 +56,7 @@ class Chunk:
     start: int
     length: int
     final: bool
+    joins: bool
 
     @property
     def samples(self) -> bool:
@@ -46,9 +81,10 @@ class DecodeRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Attributes:
-      chunks: of the prefill call, in order of arrival. rows: of the decode call, in order of arrival; no
-        request is in both.
+    """The device does what is listed in this order: outs, ins, received, copies, the prefill call, the decode call.
+
+    Attributes:
+      chunks: of the prefill call, in order of rank. rows: of the decode call, in order of rank; no request is in both.
       steps: positions the decode call advances each row, at most: the device stops a row at its last position
         and at an end token.
     """
@@ -56,7 +92,12 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     rows: tuple[DecodeRow, ...]
     steps: int
+    outs: tuple[PageOut, ...] = ()
+    ins: tuple[PageIn, ...] = ()
+    received: tuple[Received, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
 
     @property
     def empty(self) -> bool:
+        """Nothing to compute. Pages move for a call of the same plan only."""
         return not self.chunks and not self.rows

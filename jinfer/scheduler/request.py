@@ -6,7 +6,7 @@ from typing import Literal
 
 from jinfer.config.sampling import SamplingParams
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
 class Status(enum.Enum):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from jinfer.errors import CapacityError, RequestError
 from jinfer.kv.pool import PagePool
-from jinfer.scheduler.pages import NewPage, RequestPages
-from jinfer.scheduler.plan import Chunk, DecodeRow, StepPlan
+from jinfer.scheduler.pages import RequestPages
+from jinfer.scheduler.plan import Chunk, DecodeRow, NewPage, StepPlan
 from jinfer.scheduler.request import FinishReason, Request, Status
 
 
@@ -213,7 +213,7 @@ class Scheduler:
         if not length:
             return 0
         final = start + length == request.length
-        chunks.append(Chunk(request, request.slot, start, length, final))
+        chunks.append(Chunk(request, request.slot, start, length, final, joins=start == 0))
         request.computed = start + length
         request.in_flight += 1
         if final:

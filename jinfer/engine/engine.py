@@ -138,7 +138,7 @@ class Engine:
 
     def _turn(self) -> None:
         start = time.thread_time()  # of this thread: on CPU the device's threads compete for the same cores
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(time.perf_counter())
         dispatched = None if plan.empty else self._runner.dispatch(plan)
         if dispatched is not None:
             self.metrics.steps += 1

@@ -70,7 +70,7 @@ class Metrics:
 
     def count_pages(self, pools: Sequence[PagePool]) -> None:
         """Takes the gauges of pages from the pools of all page groups."""
-        self.page_groups = tuple([GroupPages(p.window, p.num_pages - 1, p.free, p.peak) for p in pools])
+        self.page_groups = tuple([GroupPages(p.window, p.num_pages - 1, p.available, p.peak) for p in pools])
         _, totals, free, peaks = zip(*self.page_groups, strict=True)
         self.pages_total, self.pages_free, self.pages_peak = sum(totals), sum(free), sum(peaks)
 

@@ -3,33 +3,10 @@
 import dataclasses
 from typing import NamedTuple
 
+from jinfer.kv.moves import PageCopy, PageIn, PageOut
 from jinfer.scheduler.request import Request
 
 NewPage = tuple[int, int, int]  # group, index in the row's page table, page
-
-
-class PageOut(NamedTuple):
-    """A page of the pool goes to a slot of the host tier; the pool's page is free for others in the same plan."""
-
-    group: int
-    page: int
-    slot: int
-
-
-class PageIn(NamedTuple):
-    """A slot of the host tier goes to a page of the pool; the slot keeps what it holds."""
-
-    group: int
-    slot: int
-    page: int
-
-
-class PageCopy(NamedTuple):
-    """A page of the pool is copied to another one: a fork's partly filled last page."""
-
-    group: int
-    source: int
-    target: int
 
 
 class Received(NamedTuple):

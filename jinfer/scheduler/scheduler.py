@@ -1,14 +1,25 @@
-"""Scheduler: first come, first served; chunked prefill beside decode; preemption by recomputation."""
+"""Scheduler: ranked requests; chunked prefill beside decode; memory-aware admission and bounded preemption."""
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Sequence
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
-from jinfer.errors import CapacityError, RequestError
+from jinfer.errors import CapacityError, OverloadError, RequestError
+from jinfer.kv.cost import SwapCost
+from jinfer.kv.host import HostTier
 from jinfer.kv.pool import PagePool
-from jinfer.scheduler.pages import RequestPages
+from jinfer.scheduler.estimate import OutputEstimate
+from jinfer.scheduler.pages import Found, RequestPages
 from jinfer.scheduler.plan import Chunk, DecodeRow, NewPage, StepPlan
+from jinfer.scheduler.policy import Candidate, Policy, Snapshot, priority
+from jinfer.scheduler.queue import RequestQueue
 from jinfer.scheduler.request import FinishReason, Request, Status
+from jinfer.scheduler.step_time import StepTime, attended_positions
+
+LEAST_CHUNK = 32  # tokens a step prefills whatever its time budget: prompts must move on
+RANK = attrgetter("rank")
 
 
 class Scheduler:
@@ -22,44 +33,77 @@ class Scheduler:
     flight may still write to them: the device runs calls in the order of dispatch, and whoever gets them
     next is dispatched later, writes before it reads, and so never meets what the old owner left.
 
-    Every active request arrived before every waiting one: admission takes the head of the queue only,
-    preemption takes the last active one and puts it back at the head. So the oldest request is never evicted
-    and finds room by evicting the others, in whichever page group it lacks a page, which bounds the steps of a run.
-    Prompts that wait half computed for pages of a window therefore wait for older requests, never for each other.
+    Every request has a rank, its policy's key and then the order of arrival, which never changes. The queue, the
+    rows of a step and the choice of victims all follow it:
+    - Admission takes the first of the queue. It may pass over those that wait a turn for a prefix in the making, and
+      over nothing else: who does not fit holds up the rest, so a long prompt is not starved by short ones.
+    - Who lacks a page takes those of the worst-ranked active request, its own if none is worse. So the best-ranked
+      is never evicted for a page, and moves on.
+    - A waiting request may evict rows only of a strictly less urgent class than its own, never an equal one.
+    - After `max_preemptions` a request is protected: admitted only with all pages it can ever need kept for it, and
+      never a victim again.
+    So every request is evicted at most max_preemptions times, and waits at most for those that its policy lets
+    overtake it (see scheduler.policy), each of which ends.
 
     A step costs O(rows); neither the queue nor the pool is ever scanned.
     """
 
     def __init__(self, pools: Sequence[PagePool], *, max_rows: int, max_context: int, prefill_tokens: int,
-                 max_chunks: int, decode_steps: int = 1):
+                 max_chunks: int, decode_steps: int = 1, decode_rows: int | None = None,
+                 step_tokens: int | None = None, itl_target: float | None = None, policy: Policy | None = None,
+                 reserving: bool = False, max_preemptions: int = 3, max_waiting: int | None = None,
+                 host: HostTier | None = None, step_time: StepTime | None = None, swap_cost: SwapCost | None = None):
         """Args:
-          pools: where pages come from, one a page group, with pages of one size.
+          pools: where pages come from, one a page group, with pages of one size. host: where they go when evicted.
           max_rows: B, requests active together; they get slots 1..B.
           max_context: longest sequence, prompt and outputs.
           prefill_tokens: most prompt tokens in a step. max_chunks: most chunks in a step.
           decode_steps: tokens a decode call advances a row; at most a page, so that one new page is enough.
+          decode_rows: most rows of a decode call; 0 is a scheduler that only prefills.
+          step_tokens: most tokens of a step, prefill and decode together.
+          itl_target: seconds a step with decoding rows should take at most; prefill chunks shrink to keep it.
+          policy: ranks requests. reserving: admission keeps the declared output lengths, not the expected ones.
+          max_preemptions: how often a request may be evicted. max_waiting: requests the queue takes.
+          step_time, swap_cost: what steps and swaps take, to start from; they learn from `observe`.
         """
         if min(max_rows, max_context, prefill_tokens, max_chunks, decode_steps) < 1:
             raise ValueError("every limit of a scheduler must be positive")
         if decode_steps > pools[0].page_size:
             raise ValueError(f"decode_steps {decode_steps} is more than page_size {pools[0].page_size}")
-        self.pages = RequestPages(pools, decode_steps)
+        self.pages = RequestPages(pools, decode_steps, host)
         self.max_rows = max_rows
         self.max_context = max_context
         self.prefill_tokens = prefill_tokens
         self.max_chunks = max_chunks
         self.decode_steps = decode_steps
-        self.preemptions = 0
-        # Ordered, and any member can leave in O(1): a cancelled request must not be searched for.
-        self._waiting: OrderedDict[Request, None] = OrderedDict()
-        self._active: list[Request] = []  # in order of arrival
+        self.decode_rows = max_rows if decode_rows is None else min(decode_rows, max_rows)
+        self.step_tokens = step_tokens
+        self.itl_target = itl_target
+        self.policy = policy or priority(60.0)
+        self.max_preemptions = max_preemptions
+        self.max_waiting = max_waiting
+        self.estimate = OutputEstimate(reserving)
+        self.step_time = step_time or StepTime()
+        self.swap_cost = swap_cost or SwapCost()
+        self.draining = False
+        self.preemptions = self.rejections = 0
+        self.swaps = 0  # preemptions whose pages the host tier would rather load again than compute
+        self._queue = RequestQueue()
+        self._active: list[Request] = []  # in order of rank
         self._slots = list(range(1, max_rows + 1))  # a heap: low slots first keep the rows dense
         self._in_flight = 0  # plans dispatched and not collected
+        self._order = 0
+        self._running = 0  # active requests that decode
+        self._context = 0  # positions of the rows of the last plan
+        self._classes: Counter[int] = Counter()  # of the active requests
+        self._targets: Counter[float] = Counter()  # seconds between tokens that active requests want
+        self._timeouts: list[tuple[float, int, Request]] = []  # a heap
+        self._blocked: tuple[Request, int, int] | None = None  # who found no room, and what must change first
 
     @property
     def waiting(self) -> int:
         """Requests without slot and pages, preempted ones included."""
-        return len(self._waiting)
+        return len(self._queue)
 
     @property
     def running(self) -> int:
@@ -69,16 +113,17 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Something is left to plan or to collect."""
-        return bool(self._waiting or self._active or self._in_flight)
+        return bool(self._queue or self._active or self._in_flight)
 
     def add(self, request: Request) -> None:
-        """Queues a request.
+        """Queues a request; `request.arrival` counts.
 
         Raises:
           RequestError: the prompt is empty.
           CapacityError: it could not run even alone: too long for the context or for the pool.
+          OverloadError: the queue is full, or the scheduler drains.
         """
-        if request.status is not Status.WAITING or request in self._waiting:
+        if request.status is not Status.WAITING or request in self._queue:
             raise ValueError(f"request {request.id} was added before")
         prompt = len(request.prompt)
         if not prompt:
@@ -92,55 +137,78 @@ class Scheduler:
             raise ValueError(f"max_position {request.max_position} is outside {prompt}..{self.max_context}")
         # The last token sampled needs no KV; the last token of a prompt does.
         self.pages.check_fits(request, max(prompt, request.max_position - 1))
-        self._waiting[request] = None
+        if self.draining:
+            self.rejections += 1
+            raise OverloadError("the engine drains and takes no more requests")
+        if self.max_waiting is not None and len(self._queue) >= self.max_waiting:
+            self.rejections += 1
+            raise OverloadError(f"{len(self._queue)} requests wait already, the queue takes {self.max_waiting}")
+        service, self._order = request.service, self._order + 1
+        request.rank = (self.policy.key(self._candidate(request, 0)), self._order)
+        request.protected = request.preemptions >= self.max_preemptions
+        self._queue.add(request, request.rank)
+        if service.timeout is not None:
+            heapq.heappush(self._timeouts, (request.arrival + service.timeout, self._order, request))
 
-    def plan(self) -> StepPlan:
+    def plan(self, now: float) -> StepPlan:
         """The next step, with every slot, page and position in it already given away.
 
-        A plan that is not empty must be dispatched, and later handed to `collected`.
+        A plan that is not empty must be dispatched, and later handed to `collected`. now: seconds of the clock of
+        `Request.arrival`.
         """
-        active = self._active
-        steps = self.decode_steps
+        self.pages.begin()
+        if self._queue:
+            self._make_way(now)
+        admit, decode = self._phase(now)
+        active, steps = self._active, self.decode_steps
         chunks: list[Chunk] = []
         rows: list[DecodeRow] = []
-        budget = self.prefill_tokens
-        i = 0
-        while i < len(active):  # not a `for`: preemption shortens the list, from its end
+        room = self.decode_rows if decode else 0
+        if self.step_tokens is not None:
+            room = min(room, max(1, self.step_tokens // steps))
+        preemptions = self.preemptions
+        budget = self._prefill_budget(min(room, self._running))
+        context = i = 0
+        while i < len(active):  # not a `for`: preemption shortens the list
             request = active[i]
             i += 1
-            if request.status is Status.PREFILLING:
-                if budget and len(chunks) < self.max_chunks:
-                    while not (length := self._chunk(request, budget, chunks)) and self._make_room(i):
-                        pass
-                    budget -= length
-            else:
+            if request.status is Status.RUNNING:
                 position = request.computed
                 ahead = request.max_position - 1 - position  # positions left to sample
-                if ahead > 0:
+                if ahead > 0 and room:
                     stop = position + (steps if steps < ahead else ahead)
                     new = self._grow(request, stop, i) if stop > request.due else ()
                     if new is None:
-                        break  # it was the latest arrival itself, so the last of the list
+                        i -= 1  # it was evicted itself
+                        continue
                     rows.append(DecodeRow(request, request.slot, position, new))
                     request.computed = stop
                     request.in_flight += 1
-        reserve: list[int] | None = None
-        while self._waiting and self._slots and budget and len(chunks) < self.max_chunks:
-            request = next(iter(self._waiting))
-            reserve = reserve or self.pages.wanted(active)
-            if not self._admit(request, reserve):
-                break
-            budget -= self._chunk(request, budget, chunks)
-        plan = StepPlan(tuple(chunks), tuple(rows), steps)
+                    context += position
+                    room -= 1
+            elif budget and len(chunks) < self.max_chunks:
+                while not (length := self._chunk(request, budget, chunks)) and self._make_room(request, i):
+                    pass
+                budget -= length
+        if admit and self._queue and self.preemptions == preemptions:  # who was just evicted must not come back at once
+            self._admit_waiting(now, budget, chunks)
+        self._context = context
+        plan = StepPlan(tuple(chunks), tuple(rows), steps, *self.pages.moves())
+        for chunk in chunks:  # not before: who finds these blocks must be in a later plan
+            self.pages.publish(chunk.request, (chunk.start + chunk.length) // self.pages.page_size)
         if chunks or rows:
             self._in_flight += 1
         return plan
 
     def append(self, request: Request, tokens: Sequence[int]) -> None:
         """Takes the tokens kept of a collected step, also of a request that was preempted meanwhile."""
-        if request.status is Status.FINISHED or request.length + len(tokens) > request.max_position:
+        length = request.length + len(tokens)
+        if request.status is Status.FINISHED or length > request.max_position:
             raise ValueError(f"request {request.id} takes no {len(tokens)} more tokens")
         request.outputs.extend(tokens)
+        # The last token may never have been fed; all before it were.
+        if length > (request.blocks + 1) * self.pages.page_size and request.slot:
+            self.pages.publish(request, (length - 1) // self.pages.page_size)
 
     def collected(self, plan: StepPlan) -> None:
         """The results of a dispatched plan are in, and appended."""
@@ -148,8 +216,43 @@ class Scheduler:
             chunk.request.in_flight -= 1
         for row in plan.rows:
             row.request.in_flight -= 1
+        for received in plan.received:
+            received.request.given = None
         if not plan.empty:
             self._in_flight -= 1
+
+    def observe(self, plan: StepPlan, prefill_seconds: float | None, decode_seconds: float | None) -> None:
+        """What the calls of a plan took on the device; None for one that was not made or not measured."""
+        if prefill_seconds is not None and plan.chunks:
+            tokens = sum(chunk.length for chunk in plan.chunks)
+            attended = sum(attended_positions(chunk.length, chunk.start) for chunk in plan.chunks)
+            self.step_time.observe_prefill(tokens, attended, prefill_seconds)
+        if decode_seconds is not None and plan.rows:
+            context = sum(row.position for row in plan.rows)
+            self.step_time.observe_decode(len(plan.rows), context, plan.steps, decode_seconds)
+
+    def observe_swap(self, moved: int, seconds: float) -> None:
+        """So many bytes went to or came from the host tier in so many seconds."""
+        self.swap_cost.observe(moved, seconds)
+        host, rate = self.pages.index.host, self.step_time.prefill_rate
+        if host is not None and rate:
+            blocks = self.max_context // self.pages.page_size // 2 + 1  # as many as a typical request may have
+            worth = self.swap_cost.prefers_load(blocks * sum(host.page_bytes), blocks * self.pages.page_size / rate)
+            self.pages.index.worth = worth
+
+    def expired(self, now: float) -> list[Request]:
+        """Requests whose timeout has passed, each once; the caller ends them."""
+        late = []
+        while self._timeouts and self._timeouts[0][0] <= now:
+            request = heapq.heappop(self._timeouts)[2]
+            if request.status is not Status.FINISHED:
+                late.append(request)
+        return late
+
+    def drain(self) -> list[Request]:
+        """Takes no more requests from now on; returns those that wait and have not begun, in no order."""
+        self.draining = True
+        return [request for request in self._queue if not request.outputs and not request.preemptions]
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Ends a request in whatever state it is; a finished one stays as it ended.
@@ -158,24 +261,46 @@ class Scheduler:
         """
         if request.status is Status.FINISHED:
             return
-        if request.status is Status.WAITING:
-            self._waiting.pop(request, None)
-        else:
-            self._active.remove(request)
-            self._release(request)
+        self.withdraw(request)
+        if not request.service.cache:
+            self.pages.forget(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
+        request.given = None
+        if reason in ("stop", "length") and request.max_position > len(request.prompt):
+            self.estimate.finished(request.max_position - len(request.prompt), len(request.outputs))
 
     def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
         """Ends a request that nobody wants any more, in whatever state it is."""
         self.finish(request, reason)
 
+    def withdraw(self, request: Request) -> None:
+        """Takes a request out, with all it knows: another scheduler may go on with it."""
+        if request.status is Status.WAITING:
+            if request in self._queue:
+                self._queue.remove(request)
+        elif request.status is not Status.FINISHED:
+            self._active.remove(request)
+            self._release(request)
+
+    def pin(self, request: Request) -> int | None:
+        """Keeps the full pages of a request's prompt from eviction; None if they are not in the prefix cache.
+
+        Returns what `unpin` takes. Raises CapacityError if one request of max_context would not fit any more.
+        """
+        return self.pages.pin(request, self.max_context)
+
+    def unpin(self, pin: int) -> None:
+        """Raises KeyError if there is no such pin."""
+        self.pages.unpin(pin)
+
     def check(self) -> None:
         """Asserts the invariants of slots, pages and states. For tests and idle moments: O(pool)."""
         self.pages.check(self._active)
+        self._queue.check()
         slots = self._slots + [request.slot for request in self._active]
         assert sorted(slots) == list(range(1, self.max_rows + 1)), f"slots lost or doubled: {slots}"
-        for request in self._waiting:
+        for request in self._queue:
             assert request.status is Status.WAITING
             assert (request.slot, request.pages, request.gone, request.computed) == (0, [], [], 0)
         for request in self._active:
@@ -185,73 +310,172 @@ class Scheduler:
                 assert request.status is Status.RUNNING
                 assert request.in_flight or request.length - 1 <= request.computed <= request.length
             assert request.computed <= max(len(request.prompt), request.max_position - 1)
+            assert request.preemptions <= self.max_preemptions
+        assert self._active == sorted(self._active, key=RANK), "rows out of order"
+        assert self._running == sum(request.status is Status.RUNNING for request in self._active)
         assert self._in_flight or not any(request.in_flight for request in self._active)
 
-    def _admit(self, request: Request, reserve: list[int]) -> bool:
-        """Gives the head of the queue a slot and the pages of all its tokens, if it may start now.
+    def _phase(self, now: float) -> tuple[bool, bool]:
+        """What the policy lets this step do: (admit, decode)."""
+        if self.policy.phase is None:
+            return True, True
+        advanced = sum(r.status is Status.RUNNING and r.computed > r.length for r in self._active)
+        prefilling = len(self._active) - self._running
+        return self.policy.phase(Snapshot(now, len(self._queue), prefilling, self._running, advanced, self.max_rows))
 
-        All pages at once, but for those of a window, where that many are enough to go on with. Beyond them one page
-        must be left for every request that will want another (`reserve`, by group), so that who is admitted is not
-        evicted by the next page somebody needs. Nor can a request return in the plan that evicted it: that plan found
-        no page free in some group, and what it gave up there is less than it asks for now. Alone, a request always
-        passes (see `add`).
-        """
-        if request.in_flight:  # tokens in flight are part of what has to be recomputed
-            return False
-        if not self.pages.admit(request, reserve):
-            return False
-        del self._waiting[request]
+    def _prefill_budget(self, rows: int) -> int:
+        """Prompt tokens of a step in which so many rows decode."""
+        budget = self.prefill_tokens
+        if self.step_tokens is not None:
+            budget = min(budget, self.step_tokens - rows * self.decode_steps)
+        target = min(self._targets, default=None)
+        if self.itl_target is not None and (target is None or self.itl_target < target):
+            target = self.itl_target
+        if target is None or not rows or budget <= LEAST_CHUNK:
+            return max(0, budget)
+        left = target - self.step_time.decode_seconds(rows, self._context, self.decode_steps)
+        start = next((r.computed for r in self._active if r.status is Status.PREFILLING), 0)
+        return self.step_time.chunk_tokens(left, start, budget, LEAST_CHUNK)
+
+    def _candidate(self, request: Request, cached: int) -> Candidate:
+        """What a policy may know of a request."""
+        service, prompt = request.service, len(request.prompt)
+        due = None if service.ttft_target is None else request.arrival + service.ttft_target
+        return Candidate(service.priority, request.arrival, due, prompt, request.max_position - prompt, cached,
+                         self.step_time.prefill_seconds(prompt, attended_positions(prompt, 0)))
+
+    def _lookup(self, now: float) -> Iterator[tuple[Request, Found]]:
+        """Waiting requests in the order in which they are to be admitted, the front of the queue only."""
+        front = list(self._queue.front)
+        while front:
+            chosen = 0
+            if self.policy.choose is not None and len(front) > 1:
+                views = [self._candidate(request, self.pages.find(request, confirm=False).start) for request in front]
+                chosen = self.policy.choose(views, now)
+            request = front.pop(chosen)
+            yield request, self.pages.find(request)
+
+    def _admit_waiting(self, now: float, budget: int, chunks: list[Chunk]) -> None:
+        """Admits as many as rows, pages and the budget of this step take."""
+        state = (self.pages.returns, len(self._active))
+        if self._blocked == (self._queue.first, *state) and self.policy.choose is None:
+            return  # nothing has become free since
+        for request, found in self._lookup(now):
+            if not (self._slots and budget > 0 and len(chunks) < self.max_chunks):
+                return
+            if request.in_flight:  # tokens in flight are part of what has to be recomputed
+                return
+            if self.pages.waits(request, found):
+                continue
+            if any(short > 0 for short in self._lacks(request, found)):
+                self._blocked = (request, *state) if request is self._queue.first else None
+                return
+            self._admit(request, found)
+            budget -= self._chunk(request, budget, chunks)
+
+    def _lacks(self, request: Request, found: Found) -> list[int]:
+        return self.pages.lacks(request, found, self.estimate.ratio, not self._active)
+
+    def _admit(self, request: Request, found: Found) -> None:
+        self._queue.remove(request)
+        self.pages.admit(request, found)
         request.slot = heapq.heappop(self._slots)
         request.status = Status.PREFILLING
-        self._active.append(request)
-        return True
+        request.joined = False
+        insort(self._active, request, key=RANK)
+        self._classes[request.service.priority] += 1
+        if request.service.itl_target is not None:
+            self._targets[request.service.itl_target] += 1
 
     def _chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
         """Plans the next chunk of a prefilling request; returns its length, 0 where no page is left for any."""
         start = request.computed
-        length = self.pages.extend(request, min(request.length, start + budget), self._active) - start
+        length = self.pages.extend(request, min(request.length, start + budget)) - start
         if not length:
             return 0
         final = start + length == request.length
-        chunks.append(Chunk(request, request.slot, start, length, final, joins=start == 0))
+        chunks.append(Chunk(request, request.slot, start, length, final, not request.joined))
+        request.joined = True
         request.computed = start + length
         request.in_flight += 1
         if final:
             request.status = Status.RUNNING
+            request.ready = self.pages.step
+            self._running += 1
         return length
 
     def _grow(self, request: Request, stop: int, planned: int) -> tuple[NewPage, ...] | None:
         """Pages for a decode call up to `stop`, of whoever holds them; None if it had to be evicted itself."""
         while (new := self.pages.advance(request, stop)) is None:
-            if not self._make_room(planned):
-                self._preempt()
+            if not self._make_room(request, planned):
+                self._preempt(request)
                 return None
         return new
 
-    def _make_room(self, planned: int) -> bool:
-        """Frees pages for the last of so many planned requests; False if no later request is left to take them from.
+    def _make_room(self, request: Request, planned: int) -> bool:
+        """Frees pages for the last of so many planned requests; False if nobody ranks behind it to take them from.
 
-        What the later ones will give back in this plan comes first, then all that the latest of them has.
+        What those will give back in this plan comes first, then all that the worst-ranked of them has.
         """
         later = self._active[planned:]
-        if later and not sum(self.pages.leave(request) for request in later):
-            self._preempt()
-        return bool(later)
+        victim = next((other for other in reversed(later) if not other.protected), None)
+        if not sum(self.pages.leave(other) for other in later):
+            if victim is None:
+                return False
+            self._preempt(victim)
+        return True
 
-    def _preempt(self) -> Request:
-        """Evicts the latest arrival; it will compute prompt and outputs again."""
-        victim = self._active.pop()
+    def _make_way(self, now: float) -> None:
+        """Evicts rows of less urgent classes where the first of the queue finds no row or no pages; admits it then."""
+        head = self._queue.first
+        assert head is not None
+        mine = head.service.priority
+        if not self._classes or max(self._classes) <= mine or head.in_flight:
+            return
+        found = self.pages.find(head)
+        if self.pages.waits(head, found):
+            return
+        short = self._lacks(head, found)
+        if self._slots and all(lack <= 0 for lack in short):
+            return
+        victims = [r for r in reversed(self._active) if r.service.priority > mine and not r.protected]
+        for g, lack in enumerate(short):  # not for nothing
+            if lack > sum(len(r.pages[g]) - r.gone[g] for r in victims):
+                return
+        for victim in victims:
+            if self._slots and all(lack <= 0 for lack in self._lacks(head, found)):
+                break
+            self._preempt(victim)
+            found = self.pages.find(head)
+        if self._slots and all(lack <= 0 for lack in self._lacks(head, found)):
+            self._admit(head, found)
+
+    def _preempt(self, victim: Request) -> None:
+        """Evicts a request. It will compute prompt and outputs again, but for what stays cached."""
+        self._active.remove(victim)
         self._release(victim)
-        victim.status = Status.WAITING
         victim.preemptions += 1
         self.preemptions += 1
-        self._waiting[victim] = None
-        self._waiting.move_to_end(victim, last=False)
-        return victim
+        if self.pages.index.host is not None and self.pages.index.worth:
+            self.swaps += 1
+        self.estimate.preempted()
+        victim.protected = victim.preemptions >= self.max_preemptions
+        self._queue.add(victim, victim.rank)
 
     def _release(self, request: Request) -> None:
         """Gives slot and pages back; see the class on why that is safe with a step in flight."""
+        if request.status is Status.RUNNING:
+            self._running -= 1
         self.pages.release(request)
         heapq.heappush(self._slots, request.slot)
-        request.slot = 0
-        request.computed = 0
+        request.slot = request.computed = 0
+        request.status = Status.WAITING
+        _count_down(self._classes, request.service.priority)
+        if request.service.itl_target is not None:
+            _count_down(self._targets, request.service.itl_target)
+
+
+def _count_down[T](counts: Counter[T], key: T) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

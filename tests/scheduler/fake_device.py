@@ -12,7 +12,7 @@ import dataclasses
 import zlib
 from collections.abc import Sequence
 
-from jinfer.config import SamplingParams
+from jinfer.config import SamplingParams, ServiceParams
 from jinfer.kv import PagePool, pages_touched
 from jinfer.scheduler import Request, Scheduler, Status, StepPlan, position_limit
 
@@ -24,10 +24,18 @@ def next_token(seed: int, tokens: Sequence[int]) -> int:
 
 
 def make_request(name: str, prompt: list[int], *, max_tokens: int | None, context: int, seed: int = 0,
-                 stop_ids: tuple[int, ...] = (), index: int = 0) -> Request:
+                 stop_ids: tuple[int, ...] = (), index: int = 0, arrival: float = 0.0, **service) -> Request:
     limit = position_limit(len(prompt), max_tokens, context)
     return Request(id=name, index=index, prompt=prompt, params=SamplingParams(max_tokens=max_tokens),
-                   max_position=limit, stop_ids=stop_ids, seed=seed)
+                   max_position=limit, stop_ids=stop_ids, seed=seed, arrival=arrival, service=ServiceParams(**service))
+
+
+def make_choices(count: int, name: str, prompt: list[int], *, seed: int = 0, **options) -> list[Request]:
+    """n choices of one prompt."""
+    requests = [make_request(name, prompt, seed=seed + i, index=i, **options) for i in range(count)]
+    for request in requests:
+        request.siblings = requests
+    return requests
 
 
 def alone(request: Request, host_stop: int | None = None, sees: int | None = None) -> list[int]:
@@ -39,6 +47,19 @@ def alone(request: Request, host_stop: int | None = None, sees: int | None = Non
         if token in request.stop_ids or token == host_stop:
             break
     return tokens[len(request.prompt):]
+
+
+class Share:
+    """An OutputEstimate that never learns: 0 admits whoever fits now, and must preempt."""
+
+    def __init__(self, ratio: float):
+        self.ratio = ratio
+
+    def finished(self, declared: int, actual: int) -> None:
+        assert 0 <= actual <= declared
+
+    def preempted(self) -> None:
+        pass
 
 
 @dataclasses.dataclass
@@ -61,23 +82,55 @@ class FakeDevice:
         self.sees = None if None in self.windows else max(self.windows)
         self.decode_first = decode_first
         self.kv: dict[tuple[int, int, int], int] = {}
+        self.host: dict[tuple[int, int], list[int | None]] = {}
         self.rows: dict[int, Row] = {}
 
     def dispatch(self, plan: StepPlan) -> tuple[list[list[int]], list[list[int]]]:
         """Tokens sampled for each chunk and each row."""
-        for g in range(len(self.windows)):
-            pages = [page for part in (*plan.chunks, *plan.rows) for page in part.request.pages[g] if page]
-            assert len(pages) == len(set(pages)), "two requests of a plan share a page"
+        self._move(plan)
         if self.decode_first:
             decoded = self._decode(plan)
             return self._prefill(plan), decoded
         return self._prefill(plan), self._decode(plan)
 
+    def _move(self, plan: StepPlan) -> None:
+        """In the order a StepPlan promises, except that what only touches the host may come in any."""
+        slots = [(move.group, move.slot) for move in (*plan.outs, *plan.ins)]
+        assert len(slots) == len(set(slots)), "a plan uses a slot twice"
+        targets = [(move.group, move.page) for move in plan.ins] + [(move.group, move.target) for move in plan.copies]
+        assert len(targets) == len(set(targets)), "a plan fills a page twice"
+        for group, page, slot in plan.outs:
+            self.host[group, slot] = self._page(group, page)
+        for group, slot, page in plan.ins:
+            self._fill(group, page, self.host[group, slot])
+        for received in plan.received:
+            assert received.request.given is not None
+            tokens = received.request.given.payload
+            for group, pages in enumerate(received.pages):
+                for index, page in enumerate(pages):
+                    if page:
+                        self._fill(group, page, tokens[index * self.page_size:(index + 1) * self.page_size])
+        for group, source, target in plan.copies:
+            self._fill(group, target, self._page(group, source))
+
+    def _page(self, group: int, page: int) -> list[int | None]:
+        assert page > 0
+        return [self.kv.get((group, page, offset)) for offset in range(self.page_size)]
+
+    def _fill(self, group: int, page: int, tokens: Sequence[int | None]) -> None:
+        assert page > 0
+        for offset in range(self.page_size):
+            token = tokens[offset] if offset < len(tokens) else None
+            if token is None:
+                self.kv.pop((group, page, offset), None)
+            else:
+                self.kv[group, page, offset] = token
+
     def _prefill(self, plan: StepPlan) -> list[list[int]]:
         for chunk in plan.chunks:
             request = chunk.request
-            if chunk.start == 0:
-                self.rows[chunk.slot] = Row(request, [], [])
+            if chunk.joins:
+                self.rows[chunk.slot] = Row(request, [], request.tokens(0, chunk.start))
             row = self.rows[chunk.slot]
             assert row.owner is request
             assert len(row.history) == chunk.start, "a chunk does not continue the one before"
@@ -143,6 +196,7 @@ class Loop:
 
     def __init__(self, scheduler: Scheduler, *, decode_first: bool = False):
         self.scheduler = scheduler
+        self.now = 0.0
         self.device = FakeDevice(scheduler.pages.pools, decode_first=decode_first)
         self.pending: tuple[StepPlan, tuple[list[list[int]], list[list[int]]]] | None = None
         self.steps = 0
@@ -151,10 +205,12 @@ class Loop:
 
     def step(self) -> StepPlan:
         preemptions = self.scheduler.preemptions
-        plan = self.scheduler.plan()
+        self.now += 1.0
+        plan = self.scheduler.plan(self.now)
         self._limits(plan)
         if self.scheduler.preemptions > preemptions:
-            assert all(chunk.start for chunk in plan.chunks), "a plan that evicts admits somebody"
+            joined = [chunk for chunk in plan.chunks if chunk.joins]
+            assert len(joined) <= 1, "a plan that evicts admits somebody but the one it made way for"
         results = None if plan.empty else (plan, self.device.dispatch(plan))
         self.collect()
         self.pending = results
@@ -202,13 +258,24 @@ class Loop:
         slots = [part.slot for part in (*plan.chunks, *plan.rows)]
         assert len(set(slots)) == len(slots) <= scheduler.max_rows
         assert all(1 <= slot <= scheduler.max_rows for slot in slots)
+        self._writes_alone(plan)
         for chunk in plan.chunks:
             self._holds_its_window(chunk.request, chunk.start, chunk.length)
         for row in plan.rows:
             self._holds_its_window(row.request, row.position, scheduler.decode_steps)
         for chunk in plan.chunks:
-            if chunk.start == 0 and not chunk.request.preemptions:
+            if chunk.joins and not chunk.request.preemptions:
                 self.started.append(chunk.request)
+
+    def _writes_alone(self, plan: StepPlan) -> None:
+        """No page that a call writes to is in the tables of anybody else."""
+        spans = [(chunk.request, chunk.start, chunk.start + chunk.length) for chunk in plan.chunks]
+        spans += [(row.request, row.position, row.request.computed) for row in plan.rows]
+        for request, start, stop in spans:
+            for pool, pages in zip(self.scheduler.pages.pools, request.pages, strict=True):
+                for page in pages[start // pool.page_size:-(-stop // pool.page_size)]:
+                    assert page, "a write to the null page"
+                    assert pool.references(page) == 1, "a page is written that somebody else holds"
 
     def _holds_its_window(self, request: Request, position: int, queries: int) -> None:
         """No page that lies below the window of the next call, and never more than it and a call of its kind need."""
@@ -222,16 +289,19 @@ class Loop:
 
 
 def most_steps(requests: Sequence[Request], scheduler: Scheduler) -> int:
-    """Steps that always suffice: each charged to the oldest request alive, which nothing holds up.
+    """Steps that always suffice: each charged to the best-ranked request alive, which nothing holds up.
 
-    It may have been evicted just before it became the oldest (its tokens still in flight: one step without a
-    plan), computes at most max_position tokens in chunks, then decodes; its last tokens come a step late. Where pages
-    of a window are short, a chunk is no more than one of them.
+    It computes at most max_position tokens in chunks, then decodes; its last tokens come a step late. It may have been
+    evicted just before it became the best (its tokens still in flight: one step without a plan), or be evicted by
+    a more urgent class, as often as is allowed. It may wait for pages kept for protected requests, or for a prefix in
+    the making, whose owners move on meanwhile and are charged. Where pages of a window are short, a chunk is no more
+    than one of them.
     """
     bound, chunk = 2, scheduler.prefill_tokens
     if any(pool.window for pool in scheduler.pages.pools):
         chunk = min(chunk, scheduler.pages.page_size)
     for request in requests:
-        bound += -(-request.max_position // chunk) + 3
-        bound += -(-(request.max_position - len(request.prompt)) // scheduler.decode_steps)
+        once = -(-request.max_position // chunk) + 3
+        once += -(-(request.max_position - len(request.prompt)) // scheduler.decode_steps)
+        bound += once * (scheduler.max_preemptions + 1)
     return bound

@@ -5,16 +5,20 @@ import pytest
 from jinfer.errors import CapacityError, RequestError
 from jinfer.kv import PagePool
 from jinfer.scheduler import DecodeRow, Request, Scheduler, Status, position_limit
-from tests.scheduler.fake_device import Loop, alone, make_request, most_steps
+from tests.scheduler.fake_device import Loop, Share, alone, make_request, most_steps
 
 CONTEXT = 256
 
 
-def make(pages=64, page_size=8, windows=(), **limits) -> tuple[Scheduler, Loop]:
-    """windows: (pages, window) of each page group; none means one group of `pages` that sees everything."""
+def make(pages=64, page_size=8, windows=(), share=0.0, **limits) -> tuple[Scheduler, Loop]:
+    """windows: (pages, window) of each page group; none means one group of `pages` that sees everything.
+
+    share: of what requests may still take, the part that admission reserves.
+    """
     options = {"max_rows": 8, "max_context": CONTEXT, "prefill_tokens": 64, "max_chunks": 8} | limits
     pools = [PagePool(count + 1, page_size, window) for count, window in windows or [(pages, None)]]
     scheduler = Scheduler(pools, **options)
+    scheduler.estimate = Share(share)
     return scheduler, Loop(scheduler)
 
 
@@ -164,7 +168,7 @@ def test_no_page_for_the_last_token_and_no_row_past_it():
     loop.step()
     (row,) = loop.step().rows
     assert (row.position, row.new_pages) == (7, ())
-    assert loop.scheduler.plan().empty  # everything it may sample is dispatched
+    assert loop.scheduler.plan(loop.now).empty  # everything it may sample is dispatched
     finish_all(scheduler, loop, [request])
     assert request.page_limit == 1
 
@@ -242,7 +246,8 @@ def test_the_latest_arrival_is_preempted_and_resumes_at_the_head():
     while not resumed:
         resumed = loop.step().chunks
     assert resumed[0].request is young
-    assert (resumed[0].start, resumed[0].length) == (0, young.length)
+    assert resumed[0].start + resumed[0].length == young.length
+    assert resumed[0].start <= 16  # the full pages it had, as far as nobody took them
     finish_all(scheduler, loop, [old, young, queued])
 
 
@@ -254,7 +259,7 @@ def test_a_preempted_request_waits_for_its_tokens_in_flight():
     assert young.status is Status.WAITING
     scheduler.cancel(old)  # room for all, but suppose its last tokens were not read yet
     young.in_flight = 1
-    assert scheduler.plan().empty
+    assert scheduler.plan(loop.now).empty
     young.in_flight = 0
     assert held.rows
     finish_all(scheduler, loop, [young])
@@ -426,7 +431,7 @@ def test_cancelling_does_not_disturb_others_two_hundred_times():
         scheduler.check()
         assert scheduler.waiting + scheduler.running == (steady.status is not Status.FINISHED)
     finish_all(scheduler, loop, [steady])
-    assert scheduler.pages.pools[0].free == 30
+    assert scheduler.pages.pools[0].available == 30
     finish_all(scheduler, loop, queue(scheduler, [220], max_tokens=20))  # the whole pool once more
 
 

@@ -1,0 +1,207 @@
+"""StepTime: how long a prefill or a decode call takes, learned while they run."""
+
+import math
+from typing import NamedTuple
+
+MEMORY = 100  # calls: the age at which an observation has lost most of its weight
+STAY = 0.1  # of one observation: what holds coefficients where they are as far as no observation moves them
+CLIP = 3.0  # a call counts as no more than so many usual deviations slower than expected
+USUAL = 0.05  # deviation, relative to the time, before any is known, and the least that is believed
+CHANGE = 6  # calls clipped in a row that are no coincidence: what was learned before them is another regime's
+TYPICAL = 512  # tokens: the chunk by which a prefill rate is given before any was seen
+
+Terms = tuple[float, float, float]
+
+
+class Affine(NamedTuple):
+    """Seconds of a call as a function of its work.
+
+    Attributes:
+      constant: of the call (prefill), of a step (decode): launches, and reading the weights.
+      item: of a token (prefill), of a row (decode).
+      position: of a position attended to, by any query: reading or scoring KV.
+    """
+
+    constant: float
+    item: float
+    position: float
+
+
+class StepTime:
+    """A model of the time of prefill and decode calls, affine in what they compute, updated by every call.
+
+    Prefill of n tokens that attend to a positions: constant + n * item + a * position; a chunk of n tokens that begins
+    at s attends to n * s + n * (n + 1) / 2. A decode call of n steps over r rows whose sequences are c positions long
+    altogether: n * (constant + r * item + (c + r * (n - 1) / 2) * position), since every step makes them longer.
+    """
+
+    def __init__(self, prefill: Affine | None = None, decode: Affine | None = None):
+        """prefill, decode: coefficients to start from, a roofline's for instance; None starts from the first calls."""
+        self._prefill = _Fit(prefill)
+        self._decode = _Fit(decode)
+        self._tokens, self._attended = float(TYPICAL), attended_positions(TYPICAL, 0)
+
+    @property
+    def prefill_known(self) -> bool:
+        """There were coefficients to start from, or a call."""
+        return self._prefill.known
+
+    @property
+    def decode_known(self) -> bool:
+        """There were coefficients to start from, or a call."""
+        return self._decode.known
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens a second of the average prefill call so far; 0 while nothing is known."""
+        seconds = self.prefill_seconds(self._tokens, self._attended)
+        return self._tokens / seconds if seconds else 0.0
+
+    def prefill_seconds(self, tokens: float, attended: float) -> float:
+        """Expected time of a prefill call; 0 while nothing is known."""
+        return self._prefill.predict((1.0, tokens, attended))
+
+    def decode_seconds(self, rows: int, context: int, steps: int) -> float:
+        """Expected time of a decode call; 0 while nothing is known.
+
+        context: positions of all rows at its start, together. steps: tokens a row advances.
+        """
+        return self._decode.predict(_decode_terms(rows, context, steps))
+
+    def observe_prefill(self, tokens: int, attended: float, seconds: float) -> None:
+        """A prefill call took so long."""
+        self._prefill.observe((1.0, tokens, attended), seconds)
+        self._tokens += (tokens - self._tokens) / MEMORY
+        self._attended += (attended - self._attended) / MEMORY
+
+    def observe_decode(self, rows: int, context: int, steps: int, seconds: float) -> None:
+        """A decode call took so long."""
+        self._decode.observe(_decode_terms(rows, context, steps), seconds)
+
+    def chunk_tokens(self, budget_seconds: float, start: int, most: int, least: int, *,
+                     tokens: int = 0, attended: float = 0.0) -> int:
+        """Tokens of the longest chunk from position `start` with which a prefill call takes no longer than a budget.
+
+        Args:
+          most, least: what the result is cut to, whatever it takes; `most` is the stronger one.
+          tokens, attended: what the call computes already.
+
+        Returns:
+          `most` while nothing is known.
+        """
+        if not self._prefill.known:
+            return most
+        _, item, position = self._prefill.coefficients
+        left = budget_seconds - self.prefill_seconds(tokens, attended)
+        # left = square * n^2 + linear * n: the root in the form that also holds where square is 0
+        square, linear = position / 2, item + position * (start + 0.5)
+        if left <= 0:
+            fits = 0
+        else:
+            slope = linear + math.sqrt(linear * linear + 4 * square * left)
+            fits = int(min(most, 2 * left / slope)) if slope else most
+        return min(most, max(least, fits))
+
+
+def attended_positions(tokens: int, start: int) -> float:
+    """Positions that the queries of a chunk attend to, together: each to all before it and to itself."""
+    return tokens * start + tokens * (tokens + 1) / 2
+
+
+def _decode_terms(rows: int, context: int, steps: int) -> Terms:
+    return float(steps), float(rows * steps), steps * (context + rows * (steps - 1) / 2)
+
+
+class _Fit:
+    """Coefficients, none of them negative, fitted to the calls so far: least squares with exponential forgetting.
+
+    What is made least is the squared error relative to the time observed, so that short calls count like long ones
+    and a slow one for little. Each call adds its normal equations to the sums of all, which fade by 1/MEMORY; the
+    new coefficients solve the sums with a term that holds them where they are, like one step of Levenberg and
+    Marquardt. That term is nothing where calls differ, and everything in directions in which they do not: there,
+    without it, forgetting would leave the solution to the noise.
+
+    A call can be slower than expected by any factor, for reasons that pass (it compiled, the host paused), never faster.
+    So what lies above is clipped to a few usual deviations. Where that goes on call after call it is no accident: the
+    past is dropped, and the coefficients start again from the old ones scaled to the new times.
+    """
+
+    def __init__(self, start: Affine | None):
+        self.known = start is not None
+        self.coefficients: Terms = start or (0.0, 0.0, 0.0)
+        self._usual = USUAL
+        self._late: list[float] = []  # time over expectation of the last calls, as long as they were clipped
+        self._forget()
+
+    def predict(self, terms: Terms) -> float:
+        (a, b, c), (x, y, z) = self.coefficients, terms
+        return a * x + b * y + c * z
+
+    def observe(self, terms: Terms, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        expected = self.predict(terms)
+        if expected <= 0:  # nothing is known: each term may be an equal part of it
+            self.known = True
+            x, y, z = terms
+            third = seconds / 3
+            self.coefficients = third / x, third / y if y else 0.0, third / z if z else 0.0
+        else:
+            seconds = self._clipped(seconds, expected)
+        self._learn(terms, seconds)
+
+    def _clipped(self, seconds: float, expected: float) -> float:
+        late, most = seconds / expected, 1.0 + CLIP * self._usual
+        self._usual = max(USUAL / 2, 0.9 * self._usual + 0.1 * min(abs(late - 1.0), CLIP * self._usual))
+        if late <= most:
+            self._late.clear()
+            return seconds
+        self._late.append(late)
+        if len(self._late) < CHANGE:
+            return expected * most
+        factor = sorted(self._late)[CHANGE // 2]
+        x, y, z = self.coefficients
+        self.coefficients = factor * x, factor * y, factor * z
+        self._late.clear()
+        self._forget()
+        return min(seconds, 2 * factor * expected)
+
+    def _forget(self) -> None:
+        self._squares = [0.0] * 6  # sums of products of terms: 00 01 02 11 12 22
+        self._sums = [0.0] * 3
+        self._hold: Terms | None = None
+
+    def _learn(self, terms: Terms, seconds: float) -> None:
+        x, y, z = (term / seconds for term in terms)
+        if self._hold is None:
+            self._hold = (STAY * x * x or STAY, STAY * y * y or STAY, STAY * z * z or STAY)
+        keep = 1.0 - 1.0 / MEMORY
+        a, b, c, d, e, f = self._squares
+        u, v, w = self._sums
+        self._squares = a, b, c, d, e, f = [keep * a + x * x, keep * b + x * y, keep * c + x * z, keep * d + y * y,
+                                            keep * e + y * z, keep * f + z * z]
+        self._sums = u, v, w = [keep * u + x, keep * v + y, keep * w + z]
+        (p, q, r), (i, j, k) = self._hold, self.coefficients
+        self.coefficients = _solve((a + p, b, c, d + q, e, f + r), (u + p * i, v + q * j, w + r * k))
+
+
+def _solve(matrix: tuple[float, float, float, float, float, float], right: Terms) -> Terms:
+    """Solves symmetric positive definite equations, matrix 00 01 02 11 12 22; who would be negative is held at 0."""
+    a, b, c, d, e, f = matrix
+    u, v, w = right
+    while True:
+        ab, ac = b / a, c / a  # LDL'
+        d1, e1 = d - ab * b, e - ab * c
+        v1 = v - ab * u
+        de = e1 / d1
+        z = (w - ac * u - de * v1) / (f - ac * c - de * e1)
+        y = (v1 - e1 * z) / d1
+        x = (u - b * y - c * z) / a
+        if x >= 0 and y >= 0 and z >= 0:
+            return x, y, z
+        if x < 0:
+            a, b, c, u = 1.0, 0.0, 0.0, 0.0
+        if y < 0:
+            b, d, e, v = 0.0, 1.0, 0.0, 0.0
+        if z < 0:
+            c, e, f, w = 0.0, 0.0, 1.0, 0.0

@@ -23,12 +23,13 @@ class PagePool:
       window: tokens a query sees, itself included, in the layers these pages are of; None sees all.
       peak: most pages ever held at once.
       evictions: cached pages handed out.
+      shared: references to pages that have one already.
       returns: references dropped so far that left a page without any; what did not fit may fit after it has grown.
       on_evict: told a page and its owner just before a cached page is handed out.
     """
 
     __slots__ = ("_cached", "_class_of", "_classes", "_counts", "_free", "_owners", "evictions", "num_pages",
-                 "on_evict", "page_size", "peak", "returns", "window")
+                 "on_evict", "page_size", "peak", "returns", "shared", "window")
 
     def __init__(self, num_pages: int, page_size: int, window: int | None = None):
         """Raises ValueError if there is no page beside the null page or a page holds nothing."""
@@ -37,7 +38,7 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.window = window
-        self.peak = self.evictions = self.returns = 0
+        self.peak = self.evictions = self.returns = self.shared = 0
         self.on_evict: Callable[[int, Node], None] | None = None
         self._counts = [0] * num_pages
         self._owners: list[Node | None] = [None] * num_pages
@@ -104,7 +105,9 @@ class PagePool:
         for page in pages:
             if not 0 < page < self.num_pages or not (counts[page] or self._owners[page]):
                 raise ValueError(f"page {page} is not held and cannot be shared")
-            if not counts[page]:
+            if counts[page]:
+                self.shared += 1
+            else:
                 self._uncache(page)
             counts[page] += 1
         self.peak = max(self.peak, self.held)
@@ -119,7 +122,9 @@ class PagePool:
             if not 0 < page < self.num_pages or not counts[page]:
                 raise ValueError(f"page {page} is not held and cannot be released")
             counts[page] -= 1
-            if not counts[page]:
+            if counts[page]:
+                self.shared -= 1
+            else:
                 self.returns += 1
                 owner = self._owners[page]
                 if owner is None:
@@ -151,6 +156,7 @@ class PagePool:
         held = {page: count for page, count in enumerate(self._counts) if count}
         assert held == expected, f"reference counts {held} differ from the references {dict(expected)}"
         assert not self._counts[0], "the null page is held"
+        assert self.shared == sum(held.values()) - len(held)
         free, cached = set(self._free), [page for pages in self._cached.values() for page in pages]
         assert len(free) == len(self._free), "a page is free twice"
         assert set(cached) == self._class_of.keys(), "the classes of cached pages are wrong"

@@ -157,19 +157,20 @@ class RequestPages:
         for g, pool in enumerate(self.pools):
             first, until, shared = self._span(request, found, g)
             count = until - first - len(shared)
-            need = count + sum(not pool.references(page) for page in shared)
+            need = count + (len(shared) if self._careful(g, request) else sum(not pool.references(p) for p in shared))
             if not alone:
                 owes = self._owes(request, g, until, until - first)
                 own = owes if request.protected else share * owes
                 others = self.sure[g] + share * (self.owed[g] - self.sure[g])
                 need += max(ceil(own + others), self._wanting[g] + (owes > 0))
-            short.append(need - pool.available)
+            short.append(need - self._room(g, request))
         return short
 
     def admit(self, request: Request, found: Found) -> None:
         """Gives a request the pages of all its tokens, or of a window's worth of them; there are enough of them."""
         size, spans = self.page_size, [self._span(request, found, g) for g in range(len(self.pools))]
-        for g, (first, _, shared) in enumerate(spans):  # before anything is evicted to make room
+        self._enter(request, found)  # it and what it shares are held before anything is evicted to make room
+        for g, (first, _, shared) in enumerate(spans):
             self.pools[g].retain(shared)
             for node in found.nodes[first:]:
                 if not node.pages[g]:
@@ -197,7 +198,6 @@ class RequestPages:
         if request.given is not None:
             count = pages_for(found.start, size)
             self._received.append(Received(request, tuple(tuple(table[:count]) for table in request.pages)))
-        self._enter(request, found)
         self._set_due(request)
 
     def publish(self, request: Request, blocks: int) -> None:
@@ -333,7 +333,8 @@ class RequestPages:
                     assert pool.references(page) == 1, "a page to be written is shared"
                     assert pool.owner(page) is None, "a page to be written is published"
             assert self.owed[g] == sum(self._owes_now(r, g) for r in active)
-            assert self.sure[g] == sum(self._owes_now(r, g) for r in active if r.protected) <= pool.available
+            assert self.sure[g] == sum(self._owes_now(r, g) for r in active if r.protected)
+            assert self.sure[g] <= pool.available - (pool.shared if pool.window and self.sure[g] else 0), (g, self.sure, pool.available, pool.shared, [(r.id, r.protected, r.status.name, r.computed, r.length, r.page_limit, r.pages, r.gone) for r in active])
             assert self._wanting[g] == sum(self._owes_now(r, g) > 0 for r in active)
         coming: dict[int, int] = {}
         for request in active:
@@ -437,7 +438,19 @@ class RequestPages:
     def _spare(self, request: Request, g: int) -> int:
         """Pages it may take without breaking into what is kept for protected requests."""
         own = self._owes_now(request, g) if request.protected else 0
-        return self.pools[g].available - self.sure[g] + own
+        return self._room(g, request) - self.sure[g] + own
+
+    def _room(self, g: int, request: Request) -> int:
+        pool = self.pools[g]
+        return pool.available - pool.shared if self._careful(g, request) else pool.available
+
+    def _careful(self, g: int, request: Request) -> bool:
+        """A page with several holders counts several times.
+
+        Who moves on with a window gives pages back and takes as many. What is kept for protected requests must not count
+        on pages that then stay with another holder.
+        """
+        return self.pools[g].window is not None and (self.sure[g] > 0 or request.protected)
 
     def _set_due(self, request: Request) -> None:
         size = self.page_size

@@ -157,6 +157,7 @@ class Scheduler:
         `Request.arrival`.
         """
         self.pages.begin()
+        preemptions = self.preemptions
         if self._queue:
             self._make_way(now)
         admit, decode = self._phase(now)
@@ -166,7 +167,6 @@ class Scheduler:
         room = self.decode_rows if decode else 0
         if self.step_tokens is not None:
             room = min(room, max(1, self.step_tokens // steps))
-        preemptions = self.preemptions
         budget = self._prefill_budget(min(room, self._running))
         context = i = 0
         while i < len(active):  # not a `for`: preemption shortens the list

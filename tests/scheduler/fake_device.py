@@ -204,13 +204,13 @@ class Loop:
         self.host_stops: dict[Request, int] = {}  # what a stop string is: only the host sees it
 
     def step(self) -> StepPlan:
-        preemptions = self.scheduler.preemptions
+        preemptions, before = self.scheduler.preemptions, set(self.scheduler._active)
         self.now += 1.0
         plan = self.scheduler.plan(self.now)
         self._limits(plan)
         if self.scheduler.preemptions > preemptions:
-            joined = [chunk for chunk in plan.chunks if chunk.joins]
-            assert len(joined) <= 1, "a plan that evicts admits somebody but the one it made way for"
+            admitted = set(self.scheduler._active) - before
+            assert len(admitted) <= 1, "a plan that evicts admits somebody but the one it made way for"
         results = None if plan.empty else (plan, self.device.dispatch(plan))
         self.collect()
         self.pending = results

@@ -1,13 +1,15 @@
 """StepTime: how long a prefill or a decode call takes, learned while they run."""
 
 import math
+import statistics
 from typing import NamedTuple
 
 MEMORY = 100  # calls: the age at which an observation has lost most of its weight
 STAY = 0.1  # of one observation: what holds coefficients where they are as far as no observation moves them
-CLIP = 3.0  # a call counts as no more than so many usual deviations slower than expected
-USUAL = 0.05  # deviation, relative to the time, before any is known, and the least that is believed
-CHANGE = 6  # calls clipped in a row that are no coincidence: what was learned before them is another regime's
+USUAL = 0.05  # mean deviation from what was expected, relative to it, before any was seen
+LEAST, MOST = 0.02, 0.3  # of the mean deviation, whatever is seen
+ODD = 3.0  # a call that deviates by more than so many times the mean is set aside
+CHANGE = 6  # calls set aside, more than came as expected meanwhile: no accidents, the times have changed
 TYPICAL = 512  # tokens: the chunk by which a prefill rate is given before any was seen
 
 Terms = tuple[float, float, float]
@@ -115,22 +117,22 @@ def _decode_terms(rows: int, context: int, steps: int) -> Terms:
 class _Fit:
     """Coefficients, none of them negative, fitted to the calls so far: least squares with exponential forgetting.
 
-    What is made least is the squared error relative to the time observed, so that short calls count like long ones
-    and a slow one for little. Each call adds its normal equations to the sums of all, which fade by 1/MEMORY; the
-    new coefficients solve the sums with a term that holds them where they are, like one step of Levenberg and
-    Marquardt. That term is nothing where calls differ, and everything in directions in which they do not: there,
-    without it, forgetting would leave the solution to the noise.
+    What is made least is the squared error relative to the time expected, so that short calls count like long ones (to
+    twice the time taken, if that is less: an expectation far too high must not weigh in its own favour). Each call adds
+    its normal equations to the sums of all, which fade by 1/MEMORY; the new coefficients solve the sums with a term
+    that holds them where they are, like one step of Levenberg and Marquardt. That term is nothing where calls differ,
+    and everything in directions in which they do not: there, without it, forgetting would leave the solution to noise.
 
-    A call can be slower than expected by any factor, for reasons that pass (it compiled, the host paused), never faster.
-    So what lies above is clipped to a few usual deviations. Where that goes on call after call it is no accident: the
-    past is dropped, and the coefficients start again from the old ones scaled to the new times.
+    A call that took far longer than expected may have compiled, or the host paused: it is set aside. Where such calls
+    prevail, the times have changed: the past is dropped, and the coefficients, scaled to the new times, learn from what
+    was set aside. A call that took far less is no accident. It counts at once, but also as a sign of such a change.
     """
 
     def __init__(self, start: Affine | None):
         self.known = start is not None
         self.coefficients: Terms = start or (0.0, 0.0, 0.0)
         self._usual = USUAL
-        self._late: list[float] = []  # time over expectation of the last calls, as long as they were clipped
+        self._odd: list[tuple[Terms, float]] = []
         self._forget()
 
     def predict(self, terms: Terms) -> float:
@@ -146,25 +148,32 @@ class _Fit:
             x, y, z = terms
             third = seconds / 3
             self.coefficients = third / x, third / y if y else 0.0, third / z if z else 0.0
-        else:
-            seconds = self._clipped(seconds, expected)
-        self._learn(terms, seconds)
+            self._learn(terms, seconds)
+            return
+        deviation = seconds / expected - 1.0
+        odd = ODD * self._usual
+        self._usual += 0.05 * (min(abs(deviation), odd) - self._usual)
+        self._usual = min(MOST, max(LEAST, self._usual))
+        if abs(deviation) <= odd:
+            self._learn(terms, seconds)
+            del self._odd[:1]
+            return
+        self._odd.append((terms, seconds))
+        if len(self._odd) == CHANGE:
+            self._start_again()
+        elif deviation < 0:
+            self._learn(terms, seconds)
 
-    def _clipped(self, seconds: float, expected: float) -> float:
-        late, most = seconds / expected, 1.0 + CLIP * self._usual
-        self._usual = max(USUAL / 2, 0.9 * self._usual + 0.1 * min(abs(late - 1.0), CLIP * self._usual))
-        if late <= most:
-            self._late.clear()
-            return seconds
-        self._late.append(late)
-        if len(self._late) < CHANGE:
-            return expected * most
-        factor = sorted(self._late)[CHANGE // 2]
+    def _start_again(self) -> None:
+        factor = statistics.median(seconds / self.predict(terms) for terms, seconds in self._odd)
         x, y, z = self.coefficients
         self.coefficients = factor * x, factor * y, factor * z
-        self._late.clear()
         self._forget()
-        return min(seconds, 2 * factor * expected)
+        likely = [self.predict(terms) for terms, _ in self._odd]
+        for (terms, seconds), expected in zip(self._odd, likely, strict=True):
+            if seconds < 2 * expected:  # else it was an accident after all
+                self._learn(terms, seconds)
+        self._odd.clear()
 
     def _forget(self) -> None:
         self._squares = [0.0] * 6  # sums of products of terms: 00 01 02 11 12 22
@@ -172,7 +181,9 @@ class _Fit:
         self._hold: Terms | None = None
 
     def _learn(self, terms: Terms, seconds: float) -> None:
-        x, y, z = (term / seconds for term in terms)
+        scale = min(self.predict(terms), 2 * seconds)
+        x, y, z = (term / scale for term in terms)
+        time = seconds / scale
         if self._hold is None:
             self._hold = (STAY * x * x or STAY, STAY * y * y or STAY, STAY * z * z or STAY)
         keep = 1.0 - 1.0 / MEMORY
@@ -180,7 +191,7 @@ class _Fit:
         u, v, w = self._sums
         self._squares = a, b, c, d, e, f = [keep * a + x * x, keep * b + x * y, keep * c + x * z, keep * d + y * y,
                                             keep * e + y * z, keep * f + z * z]
-        self._sums = u, v, w = [keep * u + x, keep * v + y, keep * w + z]
+        self._sums = u, v, w = [keep * u + x * time, keep * v + y * time, keep * w + z * time]
         (p, q, r), (i, j, k) = self._hold, self.coefficients
         self.coefficients = _solve((a + p, b, c, d + q, e, f + r), (u + p * i, v + q * j, w + r * k))
 

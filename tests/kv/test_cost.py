@@ -51,6 +51,7 @@ def test_the_latency_is_no_more_than_a_fast_transfer_shows():
     for _ in range(1000):
         cost.observe(4096, 1e-6)
     assert cost.load_seconds(4096) == pytest.approx(1e-6)
+    assert 0 < cost.load_seconds(0) < 1e-6
 
 
 def test_prefers_what_is_faster():

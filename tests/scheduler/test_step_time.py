@@ -6,7 +6,8 @@ import statistics
 
 import pytest
 
-from jinfer.scheduler.step_time import Affine, StepTime, attended_positions
+from jinfer.scheduler.fit import Affine
+from jinfer.scheduler.step_time import StepTime, attended_positions
 
 PREFILL = Affine(3e-3, 40e-6, 4e-9)
 DECODE = Affine(8e-3, 30e-6, 8e-9)
@@ -97,10 +98,22 @@ def test_a_tenth_of_pauses_is_survived():
     assert error(model, PREFILL) < 0.03
 
 
+def test_wild_times_do_not_make_it_believe_everything():
+    model, rng = StepTime(), random.Random(6)
+    for _ in range(300):
+        model.observe_prefill(512, 1e6, 0.03 * rng.expovariate(1.0))
+    before = model.prefill_seconds(512, 1e6)
+    for _ in range(6):
+        model.observe_prefill(512, 1e6, before)
+    model.observe_prefill(512, 1e6, 3 * before)
+    assert model.prefill_seconds(512, 1e6) == pytest.approx(before)
+
+
 def test_a_first_call_that_compiles_is_overcome():
     for seed in range(5):
         model = StepTime()
         model.observe_prefill(512, attended_positions(512, 0), 60.0)
+        assert error(feed(model, PREFILL, 1, seed=seed), PREFILL) < 2  # a thousand before
         assert error(feed(model, PREFILL, 20, seed=seed), PREFILL) < 0.05
 
 

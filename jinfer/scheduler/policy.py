@@ -41,9 +41,10 @@ class Snapshot(NamedTuple):
 
     Attributes:
       now: seconds of the clock of Candidate.arrival.
-      waiting: hold nothing. prefilling: have tokens of their prompt in this step or later ones.
+      waiting: hold nothing. prefilling: have tokens left to prefill.
       decoding: have none. advanced: those of them that made a decode step since they joined.
       rows: most requests that can be active together.
+      full: the first that waits found no room, and nothing has become free since.
     """
 
     now: float
@@ -52,6 +53,7 @@ class Snapshot(NamedTuple):
     decoding: int
     advanced: int
     rows: int
+    full: bool
 
 
 class Phase(NamedTuple):
@@ -71,8 +73,7 @@ class Policy:
       name: as in the configuration.
       key: of a request at its arrival; finite, the smallest is served first, equal ones in order of arrival.
       choose: (front of the queue, best key first; now) -> index of the request to admit next. None takes the first.
-      phase: what a step may do. Asked for `admit` before admission and for `decode` after it, when those just
-        admitted count as prefilling. None allows both always.
+      phase: what a step may do, asked at its start. None allows both always.
     """
 
     name: str
@@ -138,7 +139,8 @@ def static(ageing: float) -> Policy:
     """
 
     def phase(step: Snapshot) -> Phase:
-        return Phase(admit=step.advanced == 0, decode=step.prefilling == 0)
+        complete = step.advanced or step.full or not step.waiting or step.decoding == step.rows
+        return Phase(admit=not step.advanced, decode=bool(complete and not step.prefilling))
 
     return Policy("static", lambda request: request.arrival, phase=phase)
 

@@ -108,12 +108,17 @@ def test_longest_prefix_in_a_queue_starves_nobody():
 
 def test_static_fills_a_batch_then_decodes_it_to_its_end():
     phase = find_policy("static", AGEING).phase
-    step = partial(Snapshot, now=0.0, rows=8)
-    assert phase(step(waiting=9, prefilling=0, decoding=0, advanced=0)) == Phase(True, True)
-    assert phase(step(waiting=5, prefilling=2, decoding=2, advanced=0)) == Phase(True, False)  # still filling
-    assert phase(step(waiting=5, prefilling=0, decoding=8, advanced=0)).decode  # full, or no room for more
+    step = partial(Snapshot, now=0.0, rows=8, full=False)
+    assert phase(step(waiting=9, prefilling=0, decoding=0, advanced=0)) == Phase(True, False)
+    assert phase(step(waiting=5, prefilling=2, decoding=2, advanced=0)) == Phase(True, False)
+    assert phase(step(waiting=5, prefilling=0, decoding=4, advanced=0)) == Phase(True, False)  # there is room for more
+    assert phase(step(waiting=0, prefilling=0, decoding=4, advanced=0)) == Phase(True, True)  # but nobody for it
+    assert phase(step(waiting=5, prefilling=0, decoding=8, advanced=0)) == Phase(True, True)  # rows are full
+    assert phase(step(waiting=5, prefilling=0, decoding=4, advanced=0, full=True)) == Phase(True, True)  # or pages
+    assert phase(step(waiting=5, prefilling=1, decoding=7, advanced=0, full=True)) == Phase(True, False)
     assert phase(step(waiting=5, prefilling=0, decoding=8, advanced=8)) == Phase(False, True)
     assert phase(step(waiting=5, prefilling=0, decoding=1, advanced=1)) == Phase(False, True)  # its last row
+    assert phase(step(waiting=5, prefilling=1, decoding=1, advanced=1)) == Phase(False, False)  # one that came back
 
 
 @pytest.mark.parametrize("name", list(POLICIES))

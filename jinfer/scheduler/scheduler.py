@@ -98,7 +98,7 @@ class Scheduler:
         self._classes: Counter[int] = Counter()  # of the active requests
         self._targets: Counter[float] = Counter()  # seconds between tokens that active requests want
         self._timeouts: list[tuple[float, int, Request]] = []  # a heap
-        self._blocked: tuple[Request, int, int] | None = None  # who found no room, and what must change first
+        self._blocked: tuple[Request | None, int, int] | None = None  # who found no room, and what must change first
 
     @property
     def waiting(self) -> int:
@@ -183,6 +183,7 @@ class Scheduler:
                         continue
                     rows.append(DecodeRow(request, request.slot, position, new))
                     request.computed = stop
+                    request.advanced = True
                     request.in_flight += 1
                     context += position
                     room -= 1
@@ -319,9 +320,15 @@ class Scheduler:
         """What the policy lets this step do: (admit, decode)."""
         if self.policy.phase is None:
             return True, True
-        advanced = sum(r.status is Status.RUNNING and r.computed > r.length for r in self._active)
+        advanced = sum(r.status is Status.RUNNING and r.advanced for r in self._active)
         prefilling = len(self._active) - self._running
-        return self.policy.phase(Snapshot(now, len(self._queue), prefilling, self._running, advanced, self.max_rows))
+        full = self._blocked is not None and self._blocked == self._blockade(self._queue.first)
+        return self.policy.phase(Snapshot(now, len(self._queue), prefilling, self._running, advanced, self.max_rows,
+                                          full))
+
+    def _blockade(self, request: Request | None) -> tuple[Request | None, int, int]:
+        """As long as this does not change, a request that found no room finds none."""
+        return request, self.pages.returns, len(self._active)
 
     def _prefill_budget(self, rows: int) -> int:
         """Prompt tokens of a step in which so many rows decode."""
@@ -357,9 +364,8 @@ class Scheduler:
 
     def _admit_waiting(self, now: float, budget: int, chunks: list[Chunk]) -> None:
         """Admits as many as rows, pages and the budget of this step take."""
-        state = (self.pages.returns, len(self._active))
-        if self._blocked == (self._queue.first, *state) and self.policy.choose is None:
-            return  # nothing has become free since
+        if self._blocked == self._blockade(self._queue.first) and self.policy.choose is None:
+            return
         for request, found in self._lookup(now):
             if not (self._slots and budget > 0 and len(chunks) < self.max_chunks):
                 return
@@ -368,7 +374,7 @@ class Scheduler:
             if self.pages.waits(request, found):
                 continue
             if any(short > 0 for short in self._lacks(request, found)):
-                self._blocked = (request, *state) if request is self._queue.first else None
+                self._blocked = self._blockade(request)
                 return
             self._admit(request, found)
             budget -= self._chunk(request, budget, chunks)
@@ -381,7 +387,7 @@ class Scheduler:
         self.pages.admit(request, found)
         request.slot = heapq.heappop(self._slots)
         request.status = Status.PREFILLING
-        request.joined = False
+        request.joined = request.advanced = False
         insort(self._active, request, key=RANK)
         self._classes[request.service.priority] += 1
         if request.service.itl_target is not None:

@@ -75,10 +75,14 @@ class Assembly:
         return [jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=self.layout.sharding(*p.axes))
                 for p in self.parameters]
 
-    def catalog(self, weights: Weights, metrics: Metrics) -> ProgramCatalog:
-        """The programs for these weights, none compiled yet."""
+    def catalog(self, weights: Weights, metrics: Metrics, exchanges: bool = False) -> ProgramCatalog:
+        """The programs for these weights, none compiled yet.
+
+        exchanges: pages go to other engines or come from them; with a host tier they leave the pool anyway.
+        """
         return ProgramCatalog(self.programs, self.buckets, weights, jnp.dtype(self.config.kv_dtype),
-                              rows=self.config.max_rows, metrics=metrics, forbid=self.config.forbid_compilation)
+                              rows=self.config.max_rows, metrics=metrics, forbid=self.config.forbid_compilation,
+                              exchanges=exchanges or self.config.host_kv_gb > 0)
 
 
 def pages_in(free: int, catalog: ProgramCatalog, demand: Demand) -> tuple[int, ...]:

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jinfer.engine.buckets import Buckets
+from jinfer.engine.host_store import STAGED
 from jinfer.engine.packing import Packing
+from jinfer.engine.page_moves import BLOCKS, COPIES, PageMoves
 from jinfer.engine.programs import Programs
 from jinfer.engine.state import DeviceState
 from jinfer.errors import RetraceError
@@ -23,14 +25,16 @@ from jinfer.sharding import Layout
 from pallas_kernels.pages import pool_shapes
 
 Weights = Sequence[jax.Array] | Sequence[jax.ShapeDtypeStruct]
+EXCHANGES: tuple[Literal["gather", "scatter"], ...] = ("gather", "scatter")
 COMPILERS = 2  # programs compiled at once; XLA itself uses more threads
 
 
 class Key(NamedTuple):
-    """Which program: kind and bucket size (0 for `prepare`)."""
+    """Which program: kind, bucket size (0 for `prepare`), and the page group of a `gather` or a `scatter`."""
 
-    kind: Literal["prefill", "decode", "prepare"]
+    kind: Literal["prefill", "decode", "prepare", "copy", "gather", "scatter"]
     size: int
+    group: int = 0
 
 
 class ProgramCatalog:
@@ -41,9 +45,14 @@ class ProgramCatalog:
     """
 
     def __init__(self, programs: Programs, buckets: Buckets, weights: Weights, kv_dtype: jnp.dtype, *,
-                 rows: int, metrics: Metrics, forbid: bool):
-        """weights: arrays, or what they will be (`Assembly.abstract_weights`)."""
+                 rows: int, metrics: Metrics, forbid: bool, exchanges: bool = False):
+        """weights: arrays, or what they will be (`Assembly.abstract_weights`).
+
+        exchanges: pages leave the pool and come back, so `gather` and `scatter` belong to the configuration.
+        """
         self.programs = programs
+        self.moves = PageMoves.of(programs.config)
+        self.exchanges = exchanges
         self.buckets = buckets
         self.metrics = metrics
         self.forbid = forbid
@@ -58,7 +67,9 @@ class ProgramCatalog:
         """All programs of the configuration, the ones a first request needs first."""
         prefill = [Key("prefill", size) for size in self.buckets.prefill]
         decode = [Key("decode", size) for size in self.buckets.decode]
-        return [*reversed(prefill), *decode, Key("prepare", 0)]
+        exchanges = [Key(kind, size, group) for kind in EXCHANGES for size in BLOCKS
+                     for group in range(len(self.moves.layers))] if self.exchanges else []
+        return [*reversed(prefill), *decode, Key("prepare", 0), Key("copy", COPIES), *exchanges]
 
     def abstract_kv(self, pages: Sequence[int]) -> KVPools:
         """Shapes and shardings of the pool with so many pages (P) a layer, by page group."""
@@ -73,6 +84,19 @@ class ProgramCatalog:
 
         groups = page_groups(p.config.layer_kinds)
         return tuple(one(len(group.layers), count) for group, count in zip(groups, pages, strict=True))
+
+    def abstract_block(self, group: int, count: int) -> KVPages:
+        """Shapes and shardings of `count` pages of a group outside the pool: leaves [count, L, K, S, H]."""
+        sharding = self.programs.layout.sharding(None, None, "kv_heads")
+        pool = self.abstract_kv((1,) * len(self.moves.layers))[group]
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype, sharding=sharding), pool)
+
+    def staged_bytes(self) -> int:
+        """Device memory for pages on their way to the host or back, of the group with the largest ones."""
+        if not self.exchanges:
+            return 0
+        return STAGED * max(sum(shard_bytes(x) for x in jax.tree.leaves(self.abstract_block(group, 1)))
+                            for group in range(len(self.moves.layers)))
 
     def abstract_state(self) -> DeviceState:
         p, slots = self.programs, self._rows + 1
@@ -111,7 +135,7 @@ class ProgramCatalog:
     def workspace(self) -> int:
         """Bytes of temporaries a device needs for the largest calls; they do not depend on the pool."""
         pages = (2,) * self.programs.groups
-        return max(workspace_bytes(self.compile(key, pages)) for key in self.largest())
+        return max(workspace_bytes(self.compile(key, pages)) for key in self.largest()) + self.staged_bytes()
 
     def largest(self) -> list[Key]:
         """The programs that need most memory, one of each regime."""
@@ -136,6 +160,10 @@ class ProgramCatalog:
                 return p.decode_packing(key.size)
             case "prepare":
                 return p.prepare_packing()
+            case "copy":
+                return self.moves.copy_packing(key.size)
+            case "gather" | "scatter":
+                return self.moves.block_packing(key.size)
 
     def chunks(self, tokens: int) -> int:
         """Q of a prefill call of this size: a chunk holds a token at least."""
@@ -144,8 +172,12 @@ class ProgramCatalog:
     def compile(self, key: Key, pages: tuple[int, ...]) -> jax.stages.Compiled:
         """The executable of one program for a pool of `pages`: what every call runs and every plan reads."""
         compiled = self.lower(key, pages).compile()
-        if key.kind != "prepare":
-            assert_donated(compiled, self.abstract_kv(pages))
+        kv = self.abstract_kv(pages)
+        match key.kind:
+            case "prefill" | "decode" | "copy":
+                assert_donated(compiled, kv)
+            case "scatter":
+                assert_donated(compiled, (kv[key.group],))
         return compiled
 
     def lower(self, key: Key, pages: tuple[int, ...]) -> jax.stages.Lowered:
@@ -164,8 +196,26 @@ class ProgramCatalog:
                 out = (*kept, upload)
             case "prepare":
                 return jax.jit(p.prepare, donate_argnums=0, out_shardings=kept[1]).lower(state, packed)
+            case _:
+                return self._lower_move(key, kv, packed)
         jitted = jax.jit(function, static_argnames=tuple(static), donate_argnums=(1, 2), out_shardings=out)
         return jitted.lower(self.weights, kv, state, packed, **static)
+
+
+    def _lower_move(self, key: Key, kv: KVPools, packed: jax.ShapeDtypeStruct) -> jax.stages.Lowered:
+        if key.kind == "copy":
+            kept = jax.tree.map(lambda x: x.sharding, kv)
+            jitted = jax.jit(self.moves.copy, static_argnames="count", donate_argnums=0, out_shardings=kept)
+            return jitted.lower(kv, packed, count=key.size)
+        pool, block = kv[key.group], self.abstract_block(key.group, key.size)
+        inside, outside = (jax.tree.map(lambda x: x.sharding, pages) for pages in (pool, block))
+        static = {"group": key.group, "count": key.size}
+        if key.kind == "gather":
+            jitted = jax.jit(self.moves.gather, static_argnames=tuple(static), out_shardings=outside)
+            return jitted.lower(pool, packed, **static)
+        jitted = jax.jit(self.moves.scatter, static_argnames=tuple(static), donate_argnums=0,
+                         out_shardings=(inside, packed.sharding))
+        return jitted.lower(pool, block, packed, **static)
 
 
 def whole(layout: Layout) -> jax.sharding.NamedSharding:

@@ -1,7 +1,9 @@
 """Runner: owns what lives on the device, dispatches step plans, and collects their results one step late."""
 
 import dataclasses
+import itertools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jinfer.engine.catalog import Key, ProgramCatalog
+from jinfer.engine.host_store import HostStore, Transfer
 from jinfer.engine.packing import Packing
+from jinfer.engine.page_moves import COPIES, Payload, blocks
 from jinfer.engine.state import DeviceState, record
-from jinfer.models.context import KVPools
+from jinfer.models.context import KVPages, KVPools
 from jinfer.observe.metrics import Metrics
 from jinfer.scheduler import Request, StepPlan
+from jinfer.scheduler.plan import PageCopy, Received
 
 
 @dataclasses.dataclass(slots=True)
@@ -57,14 +62,31 @@ class Runner:
         self.metrics = metrics
         self.kv: KVPools = zeros(catalog.abstract_kv(pages))
         self.state: DeviceState = zeros(catalog.abstract_state())
+        self.host = HostStore(catalog.programs.layout, len(pages))
         self._packings: dict[Key, Packing] = {}
         self._records: dict[Request, np.ndarray] = {}
         self._ready = 0.0  # when the device finished the last collected call
 
     def dispatch(self, plan: StepPlan) -> Pending:
-        """Starts a plan's calls and returns at once. Under a transfer guard: only the uploads named here happen."""
+        """Starts a plan's calls and returns at once. Under a transfer guard: only the uploads named here happen.
+
+        What the plan moves takes effect in this order: outs, ins, received, copies (one after another), then the calls.
+        Nothing waits for it, except where more pages are on their way to or from the host than HostStore allows.
+        """
         pending = Pending(plan)
         with jax.transfer_guard("disallow"):
+            if plan.outs:
+                self.metrics.pages_swapped_out += len(plan.outs)
+                self.metrics.swap_out_bytes += self.host.save(
+                    plan.outs, lambda move: self._gather(move.group, (move.page,)))
+            if plan.ins:
+                self.metrics.pages_swapped_in += len(plan.ins)
+                self.metrics.swap_in_bytes += self.host.load(
+                    plan.ins, lambda move, page: self._scatter(move.group, (move.page,), page))
+            for received in plan.received:
+                self._receive(received)
+            if plan.copies:
+                self._copy(plan.copies)
             if plan.chunks:
                 self._prefill(plan, pending)
             if plan.rows:
@@ -94,12 +116,38 @@ class Runner:
         self._ready = start
         return prefill, scores, decode
 
+    def transfers(self) -> list[Transfer]:
+        """Copies between host and devices that have ended since the last call: what the link achieves."""
+        found = self.host.transfers()
+        self.metrics.swap_seconds += sum(transfer.seconds for transfer in found)
+        return found
+
+    def export(self, pages: Sequence[Sequence[int]]) -> Payload:
+        """Starts to take pages out of the pool, for another engine; behind the calls dispatched so far.
+
+        Args:
+          pages: of each page group, in order of position; 0 is none, it is left out.
+        """
+        taken: list[tuple[KVPages, ...]] = []
+        places: list[tuple[tuple[int, ...], ...]] = []
+        with jax.transfer_guard("disallow"):
+            for group, each in enumerate(pages):
+                parts = tuple(tuple(part) for part in blocks([i for i, page in enumerate(each) if page]))
+                taken.append(tuple(self._gather(group, [each[i] for i in part]) for part in parts))
+                places.append(parts)
+        return Payload(tuple(taken), tuple(places))
+
+    def place(self, payload: Payload) -> Payload:
+        """Starts to bring another engine's pages onto this one's devices."""
+        return jax.device_put(payload, self.catalog.programs.layout.sharding(None, None, "kv_heads"))
+
     def forget(self, request: Request) -> None:
         """A request ended; what the host keeps for it goes."""
         self._records.pop(request, None)
 
     def close(self) -> None:
-        """Frees the device arrays."""
+        """Frees the arrays of devices and host."""
+        self.host.close()
         for array in jax.tree.leaves((self.weights, self.kv, self.state)):
             array.delete()
 
@@ -113,6 +161,37 @@ class Runner:
         compiled = self.catalog.get(key, self.pages)
         with jax.transfer_guard_host_to_device("allow"):
             return compiled(*arguments, vector)
+
+    def _gather(self, group: int, pages: Sequence[int]) -> KVPages:
+        key = Key("gather", len(pages), group)
+        vector, fields = self._packing(key).empty()
+        fields.pages[:] = pages
+        return self._call(key, vector, self.kv[group])
+
+    def _scatter(self, group: int, pages: Sequence[int], block: KVPages) -> jax.Array:
+        key = Key("scatter", len(pages), group)
+        vector, fields = self._packing(key).empty()
+        fields.pages[:] = pages
+        pool, done = self._call(key, vector, self.kv[group], block)
+        self.kv = (*self.kv[:group], pool, *self.kv[group + 1 :])
+        return done
+
+    def _receive(self, received: Received) -> None:
+        payload: Payload = received.request.given.payload  # type: ignore[attr-defined]
+        for group, pages in enumerate(received.pages):
+            for block, places in zip(payload.blocks[group], payload.places[group], strict=True):
+                self._scatter(group, [pages[i] for i in places], block)  # to the null page what nobody wants
+
+    def _copy(self, copies: Sequence[PageCopy]) -> None:
+        self.metrics.forked_pages += len(copies)
+        key = Key("copy", COPIES)
+        for batch in itertools.batched(copies, COPIES):
+            vector, fields = self._packing(key).empty()
+            for move in batch:
+                i = fields.counts[move.group]
+                fields.sources[move.group, i], fields.targets[move.group, i] = move.source, move.target
+                fields.counts[move.group] += 1
+            self.kv = self._call(key, vector, self.kv)
 
     def _prefill(self, plan: StepPlan, pending: Pending) -> None:
         buckets = self.catalog.buckets

@@ -13,6 +13,7 @@ from jinfer.engine import backend
 from jinfer.engine.buckets import Buckets, ramp
 from jinfer.engine.catalog import Key, ProgramCatalog
 from jinfer.engine.engine import Engine
+from jinfer.engine.page_moves import BLOCKS, PageMoves
 from jinfer.errors import CacheError, ConfigError, JinferError, LayoutError, RetraceError
 from pallas_kernels import Pages
 from tests.engines import DATA, drain, one, run
@@ -198,5 +199,8 @@ def test_broken_logits_fail_their_request_alone(engines, monkeypatch):
 def test_catalog_lists_each_program_once():
     catalog = object.__new__(ProgramCatalog)
     catalog.buckets = Buckets.build(prefill_tokens=64, max_rows=8, smallest_rows=1)
+    catalog.moves, catalog.exchanges = PageMoves((3, 2)), False
     keys = catalog.keys()
-    assert len(keys) == len(set(keys)) == len(catalog.buckets.prefill) + len(catalog.buckets.decode) + 1
+    assert len(keys) == len(set(keys)) == len(catalog.buckets.prefill) + len(catalog.buckets.decode) + 2
+    catalog.exchanges = True
+    assert len(set(catalog.keys())) == len(keys) + 2 * 2 * len(BLOCKS)

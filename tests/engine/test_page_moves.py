@@ -144,14 +144,16 @@ def test_random_plans_do_what_the_lists_say_and_nothing_else(runner):
 
 @pytest.mark.parametrize("runner", [("gemma2", "bfloat16", 2)], indirect=True)
 def test_copies_are_made_in_their_order_however_many(runner):
-    """A chain longer than a call, in one group only: the last page gets what the first one held."""
+    """A chain longer than a call: the last page gets what the first one held. Then one of the other group."""
     pool = bits(runner)
     for x in pool[1]:
         x[:, 2:] = x[:, 1:2]
+    for x in pool[0]:
+        x[:, 4] = x[:, 3]
     last = runner.pages[1] - 1
     chain = [PageCopy(1, page, page + 1) for page in range(1, last)]
-    chain += [PageCopy(1, 1, last)] * (COPIES + 1 - len(chain))
-    runner.dispatch(moves(copies=tuple(chain)))
+    chain += [PageCopy(1, 1, last)] * (COPIES - len(chain))
+    runner.dispatch(moves(copies=(*chain, PageCopy(0, 3, 4))))
     assert_pools_equal(bits(runner), pool)
 
 

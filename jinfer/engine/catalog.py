@@ -91,12 +91,14 @@ class ProgramCatalog:
         pool = self.abstract_kv((1,) * len(self.moves.layers))[group]
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype, sharding=sharding), pool)
 
+    def page_bytes(self) -> tuple[int, ...]:
+        """Bytes of a page of each group in all its layers, on all devices together: what a host slot takes."""
+        return tuple(sum(shard_bytes(x) for x in jax.tree.leaves(self.abstract_block(group, 1)))
+                     * self.programs.layout.mesh.size for group in range(len(self.moves.layers)))
+
     def staged_bytes(self) -> int:
-        """Device memory for pages on their way to the host or back, of the group with the largest ones."""
-        if not self.exchanges:
-            return 0
-        return STAGED * max(sum(shard_bytes(x) for x in jax.tree.leaves(self.abstract_block(group, 1)))
-                            for group in range(len(self.moves.layers)))
+        """Memory on a device for pages on their way to the host or back, of the group with the largest ones."""
+        return STAGED * max(self.page_bytes()) // self.programs.layout.mesh.size if self.exchanges else 0
 
     def abstract_state(self) -> DeviceState:
         p, slots = self.programs, self._rows + 1

@@ -20,7 +20,7 @@ Direction = Literal["out", "in"]
 
 
 class Transfer(NamedTuple):
-    """What a copy between devices and host took: bytes of all devices together, seconds on the link."""
+    """Copies between devices and host: bytes of all devices together, seconds on the link."""
 
     direction: Direction
     bytes: int
@@ -42,11 +42,13 @@ class HostStore:
       verify: compare the CRC-32 of every page that is loaded with what it was; waits for the copies (tests).
     """
 
-    def __init__(self, layout: Layout, groups: int, verify: bool = False):
+    def __init__(self, layout: Layout, page_bytes: Sequence[int], verify: bool = False):
+        """page_bytes: of each group, see `ProgramCatalog.page_bytes`."""
         self.verify = verify
+        self._page_bytes = tuple(page_bytes)
         self._device = layout.sharding(None, None, "kv_heads")
         self._host = self._device.with_memory_kind("pinned_host")
-        self._slots: list[dict[int, KVPages]] = [{} for _ in range(groups)]
+        self._slots: list[dict[int, KVPages]] = [{} for _ in page_bytes]
         self._sums: dict[tuple[int, int], int] = {}
         self._staged: deque[tuple[int, Any]] = deque()  # pages, and arrays that are ready once they have left
         self._staged_pages = 0
@@ -72,7 +74,7 @@ class HostStore:
             if self.verify:
                 self._sums.update({(m.group, m.slot): checksum(page) for m, page in zip(batch, pages, strict=True)})
             self._stage(len(batch), landed)
-            total += self._watch("out", began, pages, landed)
+            total += self._watch("out", batch, began, pages, landed)
         return total
 
     def load(self, moves: Sequence[PageIn], scatter: Callable[[PageIn, KVPages], jax.Array]) -> int:
@@ -95,7 +97,7 @@ class HostStore:
                     assert checksum(page) == self._sums[move.group, move.slot], f"{move}: the page came back changed"
             done = [scatter(move, page) for move, page in zip(batch, pages, strict=True)]
             self._stage(len(batch), done)
-            total += self._watch("in", began, sources, pages)
+            total += self._watch("in", batch, began, sources, pages)
         return total
 
     def transfers(self) -> list[Transfer]:
@@ -136,9 +138,10 @@ class HostStore:
         self._staged.append((pages, until))
         self._staged_pages += pages
 
-    def _watch(self, direction: Direction, began: float, sources: Any, targets: Any) -> int:
-        """Has a copy timed, by a thread that sleeps meanwhile; returns its bytes."""
-        size = sum(x.nbytes for x in jax.tree.leaves(targets))
+    def _watch(self, direction: Direction, moves: Sequence[PageOut] | Sequence[PageIn], began: float, sources: Any,
+               targets: Any) -> int:
+        """Has copies timed, by a thread that sleeps meanwhile; returns their bytes."""
+        size = sum(self._page_bytes[move.group] for move in moves)
 
         def watch() -> None:
             start = max(began, self._ended[direction])

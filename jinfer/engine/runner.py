@@ -26,6 +26,7 @@ class Pending:
     """A dispatched plan and its results, still on the device or on their way to the host."""
 
     plan: StepPlan
+    moved: jax.Array | None = None  # ready when the pages that came from outside are in the pool
     prefill: jax.Array | None = None  # [Q, 3 + 2C]
     scores: jax.Array | None = None  # [T, 1 + 2C], only if a chunk asked for prompt logprobs
     decode: jax.Array | None = None  # [n, R, 3 + 2C]
@@ -62,7 +63,7 @@ class Runner:
         self.metrics = metrics
         self.kv: KVPools = zeros(catalog.abstract_kv(pages))
         self.state: DeviceState = zeros(catalog.abstract_state())
-        self.host = HostStore(catalog.programs.layout, len(pages))
+        self.host = HostStore(catalog.programs.layout, catalog.page_bytes())
         self._packings: dict[Key, Packing] = {}
         self._records: dict[Request, np.ndarray] = {}
         self._ready = 0.0  # when the device finished the last collected call
@@ -82,9 +83,9 @@ class Runner:
             if plan.ins:
                 self.metrics.pages_swapped_in += len(plan.ins)
                 self.metrics.swap_in_bytes += self.host.load(
-                    plan.ins, lambda move, page: self._scatter(move.group, (move.page,), page))
+                    plan.ins, lambda move, page: self._scatter(move.group, (move.page,), page, pending))
             for received in plan.received:
-                self._receive(received)
+                self._receive(received, pending)
             if plan.copies:
                 self._copy(plan.copies)
             if plan.chunks:
@@ -101,6 +102,11 @@ class Runner:
         """Waits for a plan's results: (prefill [Q], prompt scores [T, 1 + 2C], decode [n, R])."""
         metrics, prefill, scores, decode = self.metrics, None, None, None
         start = max(self._ready, pending.dispatched)
+        if pending.moved is not None:  # the calls waited for them; it is not what they take
+            pending.moved.block_until_ready()
+            now = time.perf_counter()
+            metrics.move_seconds += max(0.0, now - start)
+            start = max(start, now)
         if pending.prefill is not None:
             prefill = Sampled.unpack(np.asarray(pending.prefill))
             if pending.scores is not None:
@@ -168,19 +174,19 @@ class Runner:
         fields.pages[:] = pages
         return self._call(key, vector, self.kv[group])
 
-    def _scatter(self, group: int, pages: Sequence[int], block: KVPages) -> jax.Array:
+    def _scatter(self, group: int, pages: Sequence[int], block: KVPages, pending: Pending) -> jax.Array:
         key = Key("scatter", len(pages), group)
         vector, fields = self._packing(key).empty()
         fields.pages[:] = pages
-        pool, done = self._call(key, vector, self.kv[group], block)
+        pool, pending.moved = self._call(key, vector, self.kv[group], block)
         self.kv = (*self.kv[:group], pool, *self.kv[group + 1 :])
-        return done
+        return pending.moved
 
-    def _receive(self, received: Received) -> None:
+    def _receive(self, received: Received, pending: Pending) -> None:
         payload: Payload = received.request.given.payload  # type: ignore[attr-defined]
         for group, pages in enumerate(received.pages):
             for block, places in zip(payload.blocks[group], payload.places[group], strict=True):
-                self._scatter(group, [pages[i] for i in places], block)  # to the null page what nobody wants
+                self._scatter(group, [pages[i] for i in places], block, pending)  # to the null page what nobody wants
 
     def _copy(self, copies: Sequence[PageCopy]) -> None:
         self.metrics.forked_pages += len(copies)

@@ -28,7 +28,8 @@ class Metrics:
       output_tokens: sampled and kept. steps: turns of the loop with work. prefill_calls, decode_calls.
       prefill_seconds, decode_seconds: device time of the calls, measured where results arrive.
       pages_swapped_out, pages_swapped_in, swap_out_bytes, swap_in_bytes: to the host tier and back, where started;
-      swap_seconds: on the link, of those that have ended. forked_pages: copied for another choice of a request.
+      swap_seconds: on the link, of those that have ended. move_seconds: calls waited for pages from the host or from
+      another engine. forked_pages: copied for another choice of a request.
       host_seconds: CPU time of the loop's thread for planning, packing,
       dispatching and post-processing.
       pages_total, pages_free: gauges. pages_peak: most pages held at once. All are sums over page_groups (gauges),
@@ -60,6 +61,7 @@ class Metrics:
     swap_out_bytes: int = 0
     swap_in_bytes: int = 0
     swap_seconds: float = 0.0
+    move_seconds: float = 0.0
     forked_pages: int = 0
     host_seconds: float = 0.0
     pages_total: int = 0

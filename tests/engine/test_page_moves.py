@@ -124,6 +124,7 @@ def test_random_plans_do_what_the_lists_say_and_nothing_else(runner):
     assert all(len(x.sharding.device_set) == runner.catalog.programs.layout.mesh.size for x in stored)
     # Bytes: of a page in all its layers.
     page = [sum(x[:, 0].nbytes for x in group) for group in pool]
+    assert runner.catalog.page_bytes() == tuple(page)
     metrics = runner.metrics
     outs, ins = [m for p in plans for m in p.outs], [m for p in plans for m in p.ins]
     assert (metrics.pages_swapped_out, metrics.pages_swapped_in) == (len(outs), len(ins))
@@ -140,6 +141,8 @@ def test_random_plans_do_what_the_lists_say_and_nothing_else(runner):
         assert all(t.seconds > 0 for t in mine)
     assert metrics.swap_seconds == pytest.approx(sum(t.seconds for t in transfers))
     assert runner.transfers() == []
+    assert metrics.move_seconds > 0
+    assert metrics.prefill_seconds == metrics.decode_seconds == 0
 
 
 @pytest.mark.parametrize("runner", [("gemma2", "bfloat16", 2)], indirect=True)

@@ -285,13 +285,18 @@ def test_programs_move_pages_in_place_and_between_no_devices(runner, monkeypatch
     ("llama_plain", {"max_rows": 3}), ("gemma2", {"max_context": 48, "max_rows": 2, "prefill_tokens": 8, "page_size": 4,
                                                   "kv_pages": 18})])
 def test_a_request_goes_on_after_its_pages_were_away(engines, name, overrides):
-    """Between two steps all pages go to the host, the pool is lost, and they come back."""
+    """Between two steps all pages go to the host, the pool is lost, and they come back. Before, moves cost nothing."""
     engine = engines.get(name, **overrides)
     prompt, params = list(range(3, 17)), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     engine.submit(prompt, params)
     want = next(iter(drain(engine)[0].values())).completions[0].token_ids
-    engine.submit(prompt, params)
     runner, deltas = engine._runner, []
+    assert move_keys(runner.catalog) == [Key("copy", COPIES)]
+    assert not {key.kind for key in runner.catalog._compiled} & {"copy", "gather", "scatter"}
+    assert not any(watcher._threads for watcher in runner.host._watchers.values())
+    names = {field.name for field in dataclasses.fields(Metrics) if "swap" in field.name or "fork" in field.name}
+    assert all(getattr(engine.metrics, name) == 0 for name in names)
+    engine.submit(prompt, params)
     while engine.has_work:
         deltas += engine.step()
         held = [(g, page) for r in engine._by_request for g, pages in enumerate(r.pages) for page in pages if page]
@@ -301,16 +306,3 @@ def test_a_request_goes_on_after_its_pages_were_away(engines, name, overrides):
     outputs, _ = drain(engine, deltas)
     assert next(iter(outputs.values())).completions[0].token_ids == want
     assert engine.metrics.pages_swapped_in == engine.metrics.pages_swapped_out > 20
-
-
-def test_a_step_without_moves_asks_for_none(engines):
-    """No program, no thread."""
-    engine = engines.get("llama_plain", max_rows=4)
-    engine.submit([1, 2, 3], SamplingParams(max_tokens=3))
-    drain(engine)
-    kinds = {key.kind for key in engine._runner.catalog._compiled}
-    assert not kinds & {"copy", "gather", "scatter"}
-    assert not any(watcher._threads for watcher in engine._runner.host._watchers.values())
-    names = {field.name for field in dataclasses.fields(Metrics) if "swap" in field.name or "fork" in field.name}
-    assert all(getattr(engine.metrics, name) == 0 for name in names)
-    assert move_keys(engine._runner.catalog) == [Key("copy", COPIES)]

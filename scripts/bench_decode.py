@@ -31,7 +31,7 @@ def main() -> None:
     options = parser.parse_args()
     config = load_config(EngineConfig, None, ["warmup=false", "max_context=2048", "kv_memory_gb=2", *options.set])
     engine = Engine(options.model, config)
-    runner, model, rows = engine._runner, engine.model_config, options.rows
+    runner, model, rows = engine.workers[0].runner, engine.model_config, options.rows
     program = runner.catalog.get(Key("decode", rows), runner.pages)
 
     rng = np.random.default_rng(0)

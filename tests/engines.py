@@ -9,7 +9,8 @@ from typing import Any
 from jinfer.config import EngineConfig, SamplingParams
 from jinfer.engine.engine import Engine
 from jinfer.engine.outputs import Delta, RequestOutput
-from jinfer.kv import PagePool
+from jinfer.kv import HostTier, PagePool
+from jinfer.scheduler.pages import RequestPages
 
 DATA = Path(__file__).parent / "data"
 SMALL = {"page_size": 8, "kv_pages": 129, "max_rows": 8, "prefill_tokens": 32, "warmup": False}
@@ -43,18 +44,38 @@ class Engines:
         self._built.clear()
 
 
+class Bold:
+    """An OutputEstimate that expects no output at all: admits whoever fits now."""
+
+    ratio = 0.0
+
+    def finished(self, declared: int, actual: int) -> None:
+        pass
+
+    def preempted(self) -> None:
+        pass
+
+
 @contextlib.contextmanager
-def short_of_pages(engine: Engine, pages: int) -> Iterator[None]:
-    """Inside, the engine gives out so many pages of its pool only, and must preempt somebody; nothing is compiled anew."""
-    book, before = engine._scheduler.pages, engine.metrics.preemptions
-    whole = book.pools
-    book.pools = tuple(PagePool(pages + 1, pool.page_size, pool.window) for pool in whole)
+def short_of_pages(engine: Engine, pages: int, host_pages: int = 0) -> Iterator[None]:
+    """Inside, the engine gives out so many pages of its pool only, and must preempt somebody; nothing is compiled anew.
+
+    host_pages: for so many the host tier has room (the engine needs one).
+    """
+    (worker,) = engine.workers
+    scheduler, before = worker.scheduler, engine.metrics.preemptions
+    whole, estimate = scheduler.pages, scheduler.estimate
+    host = HostTier(host_pages * sum(worker.runner.catalog.page_bytes()), worker.runner.catalog.page_bytes())
+    scheduler.pages = RequestPages(
+        [PagePool(pages + 1, pool.page_size, pool.window) for pool in whole.pools], scheduler.decode_steps,
+        host if host_pages else None)
+    scheduler.estimate = Bold()
     try:
         yield
         assert engine.metrics.preemptions > before, "nobody was preempted"
     finally:
-        book.pools = whole
-        engine.metrics.count_pages(whole)
+        scheduler.pages, scheduler.estimate = whole, estimate
+        engine.metrics.count_pages(whole.pools)
 
 
 def golden(name: str) -> dict[str, Any]:

@@ -5,11 +5,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jinfer.config import EngineConfig, ModelConfig, SamplingParams
+from jinfer.config import EngineConfig, ModelConfig, SamplingParams, ServiceParams
 from jinfer.errors import CapacityError, RequestError
+from jinfer.models.rope import prompt_regime
 from jinfer.sampling.seeds import choice_seed
 from jinfer.scheduler import Request, position_limit
 from jinfer.tokenizer import Tokenizer
+
+DEFAULT = ServiceParams()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +52,8 @@ class Admission:
         found = ((self.tokenizer.token_id(text), text) for text in params.stop)
         return {token: text for token, text in found if token is not None and token in self.tokenizer.special_ids}
 
-    def requests(self, request_id: str, prompt: list[int], params: SamplingParams, arrival: float) -> list[Request]:
+    def requests(self, request_id: str, prompt: list[int], params: SamplingParams, arrival: float,
+                 service: ServiceParams = DEFAULT) -> list[Request]:
         """One request a choice. Raises RequestError naming the parameter."""
         if self.tokenizer is None and params.stop:
             raise RequestError("stop", "needs a tokenizer, the model has none")
@@ -70,8 +74,16 @@ class Admission:
                                                  f"max_stop_ids {self.config.max_stop_ids}")
         limit = position_limit(len(prompt), params.max_tokens, self.max_context)
         ids, count = tuple(stops), params.n if params.max_tokens != 0 else 1
-        return [Request(request_id, index, prompt, params, limit, ids, choice_seed(params.seed, index), arrival)
-                for index in range(count)]
+        if not self.config.prefix_cache:
+            service = dataclasses.replace(service, cache=False)
+        requests = [
+            Request(request_id, index, prompt, params, limit, ids, choice_seed(params.seed, index), arrival, service,
+                    prompt_regime(self.model.rope, len(prompt)))
+            for index in range(count)]
+        if count > 1:
+            for request in requests:
+                request.siblings = requests
+        return requests
 
     def _token(self, field: str, token: object) -> int:
         if isinstance(token, bool) or not isinstance(token, int | np.integer):

@@ -15,9 +15,10 @@ from jinfer.engine.backend import device_memory, prepare_backend, use_compilatio
 from jinfer.engine.catalog import ProgramCatalog
 from jinfer.engine.runner import Runner
 from jinfer.errors import ConfigError
-from jinfer.kv import PagePool
+from jinfer.kv import HostTier, PagePool
 from jinfer.observe.metrics import Metrics
 from jinfer.scheduler import Scheduler
+from jinfer.scheduler.policy import find_policy
 from jinfer.sharding import Layout
 from jinfer.tokenizer import Tokenizer, load_tokenizer
 from jinfer.weights import open_checkpoint, resolve_model
@@ -75,10 +76,14 @@ def build(model: str | Path, config: EngineConfig, progress: Progress) -> Parts:
     metrics.kv_bytes = sum(x.nbytes for x in jax.tree.leaves(runner.kv))
     metrics.state_bytes = sum(x.nbytes for x in jax.tree.leaves(runner.state))
     max_context = demand.context(pages)  # a sequence cannot outgrow the pool
+    host = HostTier(int(config.host_kv_gb * 2**30), catalog.page_bytes()) if config.host_kv_gb else None
     scheduler = Scheduler(
         [PagePool(count, config.page_size, window) for count, window in zip(pages, demand.windows, strict=True)],
         max_rows=config.max_rows, max_context=max_context, prefill_tokens=config.prefill_tokens,
-        max_chunks=parts.buckets.max_chunks, decode_steps=config.decode_steps)
+        max_chunks=parts.buckets.max_chunks, decode_steps=config.decode_steps, decode_rows=config.decode_rows,
+        step_tokens=config.step_tokens, itl_target=config.itl_target,
+        policy=find_policy(config.policy, config.ageing), reserving=config.admission == "reserving",
+        max_preemptions=config.max_preemptions, max_waiting=config.max_waiting, host=host)
     metrics.count_pages(scheduler.pages.pools)
     eos = tuple(dict.fromkeys(checkpoint.config.eos_ids + (tokenizer.eos_ids if tokenizer else ())))
     if len(eos) > config.max_stop_ids:

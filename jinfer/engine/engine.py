@@ -5,14 +5,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from jinfer.config import EngineConfig, SamplingParams
 from jinfer.engine.admission import Admission
 from jinfer.engine.build import build
 from jinfer.engine.choice import Choice
 from jinfer.engine.outputs import Delta, RequestOutput, Timing, TokenLogprob
-from jinfer.engine.runner import Pending, Sampled
+from jinfer.engine.results import RequestTokens, StepResults, score_prompt
+from jinfer.engine.worker import Worker
 from jinfer.errors import JinferError, RequestError
 from jinfer.scheduler import FinishReason, Request
 
@@ -22,7 +21,7 @@ class Engine:
 
     Attributes:
       config, model_config, tokenizer: what it was built from. max_context: longest sequence, tokens.
-      metrics: counters, updated in place.
+      metrics: counters, updated in place. workers: the device groups it drives.
     """
 
     def __init__(self, model: str | Path, config: EngineConfig | None = None, *,
@@ -43,12 +42,11 @@ class Engine:
         self.max_context = parts.admission.max_context
         self.metrics = parts.metrics
         self._admission: Admission = parts.admission
-        self._scheduler = parts.scheduler
-        self._runner = parts.runner
+        self.workers = [Worker(parts.scheduler, parts.runner)]
         self._outputs: dict[str, RequestOutput] = {}
         self._choices: dict[str, list[Choice]] = {}
         self._by_request: dict[Request, Choice] = {}
-        self._pending: Pending | None = None
+        self._worker_of: dict[Request, Worker] = {}
         self._deltas: list[Delta] = []  # of cancellations, handed out by the next step
         self._ids = (f"req-{i}" for i in itertools.count())
         self._failed = self._closed = False
@@ -56,7 +54,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Something to compute, to collect or to hand out."""
-        return not self._closed and bool(self._scheduler.has_work or self._pending or self._deltas)
+        return not self._closed and (bool(self._deltas) or any(worker.has_work for worker in self.workers))
 
     def submit(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
                request_id: str | None = None, add_special: bool = True) -> str:
@@ -85,17 +83,19 @@ class Engine:
         ids = self._admission.tokens(prompt, add_special)
         now = time.perf_counter()
         requests = self._admission.requests(request_id, ids, params, now)
+        worker = self.workers[0]
         for request in requests:
             try:
-                self._scheduler.add(request)
+                worker.scheduler.add(request)
             except JinferError:
                 for other in requests:
-                    self._scheduler.cancel(other)
+                    worker.scheduler.cancel(other)
                 raise
         named = self._admission.named_stops(params)
         choices = [Choice(request, self.tokenizer, named) for request in requests]
         self._choices[request_id] = choices
         self._by_request.update(zip(requests, choices, strict=True))
+        self._worker_of.update((request, worker) for request in requests)
         self._outputs[request_id] = RequestOutput(
             request_id, prompt if isinstance(prompt, str) else None, ids, [c.completion for c in choices],
             None if params.prompt_logprobs is None else [TokenLogprob(ids[0], None)] * len(ids),
@@ -137,30 +137,31 @@ class Engine:
         return deltas
 
     def _turn(self) -> None:
+        """All workers dispatch before the first of them waits for results: device groups overlap."""
         start = time.thread_time()  # of this thread: on CPU the device's threads compete for the same cores
-        plan = self._scheduler.plan(time.perf_counter())
-        dispatched = None if plan.empty else self._runner.dispatch(plan)
-        if dispatched is not None:
-            self.metrics.steps += 1
-            for chunk in plan.chunks:
+        dispatched = [pending for worker in self.workers if (pending := worker.dispatch()) is not None]
+        self.metrics.steps += bool(dispatched)
+        for pending in dispatched:
+            for chunk in pending.plan.chunks:
                 timing = self._outputs[chunk.request.id].timing
-                timing.scheduled = timing.scheduled or dispatched.dispatched
+                timing.scheduled = timing.scheduled or pending.dispatched
         self.metrics.host_seconds += time.thread_time() - start
-        pending, self._pending = self._pending, dispatched
-        if pending is not None:
-            results = self._runner.collect(pending)
-            start = time.thread_time()
-            self._process(pending, *results)
-            self.metrics.host_seconds += time.thread_time() - start
+        for worker in self.workers:
+            results = worker.collect()
+            if results is not None:
+                start = time.thread_time()
+                self._process(results)
+                worker.collected(results)
+                self.metrics.host_seconds += time.thread_time() - start
         self._gauge()
 
     def close(self) -> None:
         """Cancels what is left and frees the device arrays, the weights included. Harmless when done twice."""
         for request_id in list(self._choices):
             self.cancel(request_id)
-        self._pending = None
         self._closed = True
-        self._runner.close()
+        for worker in self.workers:
+            worker.close()
 
     def _check_usable(self) -> None:
         if self._closed or self._failed:
@@ -168,50 +169,35 @@ class Engine:
 
     def check(self) -> None:
         """Asserts the invariants of pages and slots (tests, idle moments)."""
-        self._scheduler.check()
+        for worker in self.workers:
+            worker.scheduler.check()
 
-    def _process(self, pending: Pending, prefill: Sampled | None, scores: np.ndarray | None,
-                 decode: Sampled | None) -> None:
+    def _process(self, results: StepResults) -> None:
         now = time.perf_counter()
-        begin = 0
-        for i, chunk in enumerate(pending.plan.chunks):
+        for chunk, scores in results.scored():
             choice = self._by_request.get(chunk.request)
-            if choice is not None and scores is not None and chunk.request.scores_prompt and not self._score(
-                    chunk.request, chunk.start, scores[begin : begin + chunk.length]):
-                self._fail(choice)
-                choice = None
-            begin += chunk.length
-            if choice is not None and chunk.samples:
-                assert prefill is not None
-                self._take(choice, [int(prefill.tokens[i])], prefill, (slice(i, i + 1),), now, not prefill.finite[i])
-            elif choice is not None and chunk.final:
+            if choice is not None:
+                entries = self._outputs[chunk.request.id].prompt_logprobs
+                assert entries is not None
+                if not score_prompt(entries, chunk.request, chunk.start, scores):
+                    self._fail(choice)
+        for got in results.sampled():
+            choice = self._by_request.get(got.request)
+            if choice is not None:
+                self._take(choice, got, now)
+        for chunk in results.plan.chunks:
+            choice = self._by_request.get(chunk.request)
+            if choice is not None and chunk.final and not chunk.samples:
                 self._end(choice, "length", "", ())  # max_tokens 0: the prompt was only scored
-        if decode is not None:
-            # One conversion for all rows: indexing arrays row by row costs more than the rest of this loop.
-            columns = decode.tokens.T.tolist()
-            broken = None if decode.finite.all() else decode.finite.T
-            for i, row in enumerate(pending.plan.rows):
-                choice = self._by_request.get(row.request)
-                if choice is not None:
-                    failed = broken is not None and not broken[i].all()
-                    self._take(choice, columns[i], decode, (slice(None), i), now, failed)
-        self._scheduler.collected(pending.plan)
 
-    def _take(self, choice: Choice, tokens: list[int], sampled: Sampled, at: tuple, now: float,
-              broken: bool) -> None:
-        """Hands a choice the tokens of one step; -1 is none: the row had ended on the device."""
-        request = choice.request
-        if tokens[-1] < 0:
-            tokens = [token for token in tokens if token >= 0]
-            if not tokens:
-                return
-        asked = request.params.logprobs
-        logprobs = [] if asked is None else self._logprobs(tokens, sampled, at, asked)
-        if broken:
+    def _take(self, choice: Choice, got: RequestTokens, now: float) -> None:
+        """Hands a choice the tokens of one step."""
+        if not got.finite:
             self._fail(choice)
             return
-        kept, text, reason = choice.push(tokens, logprobs)
-        self._scheduler.append(request, kept)
+        request = choice.request
+        kept, text, reason = choice.push(got.tokens, got.logprobs)
+        self._worker_of[request].scheduler.append(request, kept)
         self.metrics.output_tokens += len(kept)
         if request.index == 0:
             self._outputs[request.id].timing.token_times.extend([now] * len(kept))
@@ -225,33 +211,13 @@ class Engine:
         self._outputs[choice.request.id].error = RequestError("model", "produced logits that are not finite")
         self._end(choice, "error", "", ())
 
-    def _logprobs(self, tokens: list[int], sampled: Sampled, at: tuple, count: int) -> list[TokenLogprob]:
-        values, ids, tops = sampled.logprob[at], sampled.top_ids[at][:, :count], sampled.top_logprobs[at][:, :count]
-        return [TokenLogprob(token, float(values[i]), tuple(zip(ids[i].tolist(), tops[i].tolist(), strict=True)))
-                for i, token in enumerate(tokens)]
-
-    def _score(self, request: Request, start: int, scores: np.ndarray) -> bool:
-        """Prompt logprobs by position: row t of a chunk is about the token after it; recomputation repeats them.
-
-        False if one is no number.
-        """
-        entries = self._outputs[request.id].prompt_logprobs
-        assert entries is not None
-        most = (scores.shape[1] - 1) // 2
-        asked = request.params.prompt_logprobs or 0
-        values, tops = scores[:, 0].view(np.float32), scores[:, 1 + most :].view(np.float32)
-        count = max(0, min(len(scores), len(request.prompt) - start - 1))
-        for t in range(count):
-            pairs = zip(scores[t, 1 : 1 + asked].tolist(), tops[t, :asked].tolist(), strict=True)
-            entries[start + t + 1] = TokenLogprob(request.prompt[start + t + 1], float(values[t]), tuple(pairs))
-        return not np.isnan(values[:count]).any()
-
     def _end(self, choice: Choice, reason: FinishReason, text: str, tokens: Sequence[int]) -> None:
         """The one way a choice ends: slot, pages and records go, the last delta goes out."""
         request = choice.request
         choice.completion.finish_reason = reason
-        self._scheduler.finish(request, reason)
-        self._runner.forget(request)
+        worker = self._worker_of.pop(request)
+        worker.scheduler.finish(request, reason)
+        worker.runner.forget(request)
         del self._by_request[request]
         output = self._outputs[request.id]
         output.timing.preemptions += request.preemptions
@@ -263,7 +229,8 @@ class Engine:
         self._deltas.append(choice.delta(text, tokens, output, finished))
 
     def _gauge(self) -> None:
-        scheduler, metrics = self._scheduler, self.metrics
-        metrics.requests_waiting, metrics.requests_running = scheduler.waiting, scheduler.running
-        metrics.preemptions = scheduler.preemptions
-        metrics.count_pages(scheduler.pages.pools)
+        schedulers, metrics = [worker.scheduler for worker in self.workers], self.metrics
+        metrics.requests_waiting = sum(scheduler.waiting for scheduler in schedulers)
+        metrics.requests_running = sum(scheduler.running for scheduler in schedulers)
+        metrics.preemptions = sum(scheduler.preemptions for scheduler in schedulers)
+        metrics.count_pages([pool for scheduler in schedulers for pool in scheduler.pages.pools])

@@ -31,6 +31,8 @@ class Pending:
     scores: jax.Array | None = None  # [T, 1 + 2C], only if a chunk asked for prompt logprobs
     decode: jax.Array | None = None  # [n, R, 3 + 2C]
     dispatched: float = 0.0
+    prefill_seconds: float | None = None  # what the calls took, once they are collected
+    decode_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,12 +114,14 @@ class Runner:
             if pending.scores is not None:
                 scores = np.asarray(pending.scores)
             now = time.perf_counter()
-            metrics.prefill_seconds += now - start
+            pending.prefill_seconds = now - start
+            metrics.prefill_seconds += pending.prefill_seconds
             start = now
         if pending.decode is not None:
             decode = Sampled.unpack(np.asarray(pending.decode))
             now = time.perf_counter()
-            metrics.decode_seconds += now - start
+            pending.decode_seconds = now - start
+            metrics.decode_seconds += pending.decode_seconds
             start = now
         self._ready = start
         return prefill, scores, decode
@@ -183,7 +187,8 @@ class Runner:
         return pending.moved
 
     def _receive(self, received: Received, pending: Pending) -> None:
-        payload: Payload = received.request.given.payload  # type: ignore[attr-defined]
+        assert received.request.given is not None
+        payload: Payload = received.request.given.payload
         for group, pages in enumerate(received.pages):
             for block, places in zip(payload.blocks[group], payload.places[group], strict=True):
                 self._scatter(group, [pages[i] for i in places], block, pending)  # to the null page what nobody wants

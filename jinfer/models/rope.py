@@ -55,6 +55,16 @@ def dynamic_theta(rope: RopeConfig, head_dim: int, length: jax.typing.ArrayLike)
     return jnp.float32(rope.theta) * stretch ** (lanes / (lanes - 2))
 
 
+def prompt_regime(rope: RopeConfig, prompt_length: int) -> int:
+    """What a prompt's length changes in the rotation of its own positions: KV is alike only where this is equal.
+
+    `dynamic` rotates a prompt beyond the original context for its length, `longrope` with other frequencies.
+    """
+    if rope.kind not in ("dynamic", "longrope") or prompt_length <= rope.original_context:
+        return 0
+    return prompt_length if rope.kind == "dynamic" else 1
+
+
 def cos_sin(rope: RopeConfig, head_dim: int, positions: jax.Array,
             prompt_lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Tables for T tokens; the attention factor is already in them.

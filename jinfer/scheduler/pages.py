@@ -334,7 +334,7 @@ class RequestPages:
                     assert pool.owner(page) is None, "a page to be written is published"
             assert self.owed[g] == sum(self._owes_now(r, g) for r in active)
             assert self.sure[g] == sum(self._owes_now(r, g) for r in active if r.protected)
-            assert self.sure[g] <= pool.available - (pool.shared if pool.window and self.sure[g] else 0), (g, self.sure, pool.available, pool.shared, [(r.id, r.protected, r.status.name, r.computed, r.length, r.page_limit, r.pages, r.gone) for r in active])
+            assert self.sure[g] <= pool.available - (pool.shared if pool.window and self.sure[g] else 0)
             assert self._wanting[g] == sum(self._owes_now(r, g) > 0 for r in active)
         coming: dict[int, int] = {}
         for request in active:
@@ -447,8 +447,8 @@ class RequestPages:
     def _careful(self, g: int, request: Request) -> bool:
         """A page with several holders counts several times.
 
-        Who moves on with a window gives pages back and takes as many. What is kept for protected requests must not count
-        on pages that then stay with another holder.
+        Who moves on with a window gives pages back and takes as many. What is kept for protected requests must not
+        count on pages that then stay with another holder.
         """
         return self.pools[g].window is not None and (self.sure[g] > 0 or request.protected)
 

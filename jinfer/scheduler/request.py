@@ -57,7 +57,8 @@ class Request:
       keys: hashes of its full blocks, as far as anybody asked. tip: the last block it has found or published.
       blocks: how many those are. promised: up to which block its prompt is being computed, for others to wait for.
       ready: number of the plan that computed the last of its known tokens.
-      joined, advanced: its first chunk, its first decode step in this slot is planned. protected: it was preempted as often as it may be.
+      joined, advanced: its first chunk, its first decode step in this slot is planned.
+      protected: it was preempted as often as it may be.
       in_flight: dispatched steps it takes part in whose results are not collected.
       preemptions: how often it lost its pages and had to be computed again.
     """

@@ -19,7 +19,7 @@ def build(name: str, cache, tensor: int = 1) -> Engine:
         page_size=8, kv_pages=160, max_rows=8, prefill_tokens=512, warmup=False, forbid_compilation=True,
         compilation_cache=cache, layout=LayoutConfig(mesh={"tensor": tensor}))
     engine = Engine(DATA / "models" / name, config)
-    catalog, pages = engine._runner.catalog, engine._runner.pages
+    catalog, pages = engine.workers[0].runner.catalog, engine.workers[0].runner.pages
     # Half the time; that models are exact as XLA optimises them is for tests/models and test_equality to say.
     catalog.compile = lambda key, pages: catalog.lower(key, pages).compile(compiler_options=QUICK)
     for key in (Key("prefill", 512), Key("decode", 8)):

@@ -39,12 +39,12 @@ def test_nothing_compiles_after_warm_up(warm):
         run(warm, prompts, [SamplingParams(**{"max_tokens": 6, **features[i]}) for i in range(count)])
     assert compiled == []
     assert warm.metrics.compilations == 0
-    assert warm.metrics.warmup_compilations == len(warm._runner.catalog.keys())
+    assert warm.metrics.warmup_compilations == len(warm.workers[0].runner.catalog.keys())
 
 
 def test_a_missing_program_raises_where_compilation_is_forbidden(warm):
     with pytest.raises(RetraceError, match=r"decode\[7\] was not compiled"):
-        warm._runner.catalog.get(Key("decode", 7), warm._runner.pages)
+        warm.workers[0].runner.catalog.get(Key("decode", 7), warm.workers[0].runner.pages)
 
 
 def test_a_missing_program_is_counted_otherwise(engines):
@@ -55,7 +55,7 @@ def test_a_missing_program_is_counted_otherwise(engines):
 
 
 def test_state_and_pool_are_donated(warm):
-    kv, state = warm._runner.kv, warm._runner.state
+    kv, state = warm.workers[0].runner.kv, warm.workers[0].runner.state
     one(warm, [1, 2, 3], temperature=0, max_tokens=2)
     assert all(x.is_deleted() for x in jax.tree.leaves((kv, state)))
 
@@ -63,7 +63,7 @@ def test_state_and_pool_are_donated(warm):
 @pytest.mark.parametrize("key", [Key("decode", 4), Key("prefill", 16)])
 def test_no_program_copies_the_pool(warm, key):
     """No instruction but parameters and in-place updates has the pool's shape: a copy would move all of it."""
-    runner = warm._runner
+    runner = warm.workers[0].runner
     text = runner.catalog.get(key, runner.pages).as_text()
     shape = ",".join(map(str, runner.kv[0].k.data.shape))
     assert f"f32[{shape}]" in text
@@ -74,14 +74,14 @@ def test_no_program_copies_the_pool(warm, key):
 def test_a_hidden_transfer_in_a_hot_step_is_an_error(engines, monkeypatch):
     """Dispatch runs under the guard: host arithmetic with jnp in it would upload something every step."""
     engine = engines.get("llama_plain", max_rows=3)
-    join = type(engine._runner)._join
+    join = type(engine.workers[0].runner)._join
 
     def leaky(self, request, slot):
         jnp.add(np.ones(3, np.float32), 1.0)
         join(self, request, slot)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine._runner), "_join", leaky)
+        patch.setattr(type(engine.workers[0].runner), "_join", leaky)
         engine.submit([1, 2, 3])
         with pytest.raises(Exception, match="Disallowed host-to-device"):
             engine.step()
@@ -92,7 +92,7 @@ def test_a_hidden_transfer_in_a_hot_step_is_an_error(engines, monkeypatch):
 
 
 def test_everything_a_call_gets_but_its_upload_is_on_the_device(warm):
-    runner = warm._runner
+    runner = warm.workers[0].runner
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves((runner.weights, runner.kv, runner.state)))
 
 
@@ -117,7 +117,7 @@ def test_buckets_hold_every_size_and_waste_little():
 
 
 def test_memory_by_class_adds_up(warm):
-    metrics, runner = warm.metrics, warm._runner
+    metrics, runner = warm.metrics, warm.workers[0].runner
     assert metrics.kv_bytes == 2 * runner.kv[0].k.data.nbytes
     assert metrics.weight_bytes == sum(w.nbytes for w in runner.weights)
     assert metrics.workspace_bytes > 0
@@ -127,7 +127,7 @@ def test_the_pool_is_sized_from_memory(engines):
     token = 2 * 2 * 2 * 8 * 4  # layers, k and v, kv heads, head_dim, bytes
     engine = engines.get("llama_plain", kv_pages=None, kv_memory_gb=100 * 8 * token / 2**30)
     assert engine.metrics.pages_total == 99
-    assert engine._runner.catalog.workspace() > 0  # what accelerators subtract
+    assert engine.workers[0].runner.catalog.workspace() > 0  # what accelerators subtract
     full = engines.get("llama_plain", kv_pages=None, max_rows=2)
     assert full.metrics.pages_total == 2 * 128 // 8
     with pytest.raises(ConfigError, match="max_context: 128 tokens need 17 KV pages"):
@@ -184,7 +184,7 @@ def test_broken_logits_fail_their_request_alone(engines, monkeypatch):
     broken = engine._outputs[ids[1]]
     slot = next(r.slot for r in engine._by_request if r.id == ids[1])
     page = next(r.pages[0][0] for r in engine._by_request if r.id == ids[1])
-    runner = engine._runner
+    runner = engine.workers[0].runner
     runner.kv = (runner.kv[0]._replace(v=Pages(runner.kv[0].v.data.at[page].set(np.nan))),)  # as a faulty kernel would
     outputs, _ = drain(engine, earlier)
     assert slot

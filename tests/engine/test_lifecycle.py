@@ -64,7 +64,7 @@ def test_prompt_scores_that_are_no_numbers_fail_their_request_alone(engines, ind
     earlier = []
     while not (request := next(r for r in engine._by_request if r.id == ids[index])).pages:
         earlier += engine.step()
-    runner = engine._runner
+    runner = engine.workers[0].runner
     (pool,) = runner.kv
     runner.kv = (pool._replace(v=Pages(pool.v.data.at[request.pages[0][0], :, 0].set(np.nan))),)
     if request.computed < 16:  # its first chunk has not been dispatched, and would write over it
@@ -79,7 +79,7 @@ def test_prompt_scores_that_are_no_numbers_fail_their_request_alone(engines, ind
 
 def test_a_failed_step_makes_the_engine_unusable_and_says_so(fresh, monkeypatch):
     fresh.submit([1, 2, 3], GREEDY)
-    monkeypatch.setattr(fresh._runner, "dispatch", lambda plan: 1 / 0)
+    monkeypatch.setattr(fresh.workers[0].runner, "dispatch", lambda plan: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         fresh.step()
     for call in (fresh.step, lambda: fresh.submit([1], GREEDY)):
@@ -96,7 +96,7 @@ def test_a_closed_engine_says_so_and_holds_no_memory(fresh):
     with pytest.raises(JinferError, match="the engine is closed"):
         llm.generate([1, 2, 3], GREEDY)
     assert not fresh.has_work
-    assert all(x.is_deleted() for x in jax.tree.leaves((fresh._runner.weights, fresh._runner.kv)))
+    assert all(x.is_deleted() for x in jax.tree.leaves((fresh.workers[0].runner.weights, fresh.workers[0].runner.kv)))
 
 
 @pytest.fixture
@@ -115,13 +115,13 @@ def test_an_interrupt_waits_for_the_end_of_the_step(engines, monkeypatch):
     want = llm.generate([[1, 2, 3], [4, 5, 6]], GREEDY)
     other = llm.stream([4, 5, 6], GREEDY)
     first = next(other)
-    collect = engine._runner.collect
+    collect = engine.workers[0].runner.collect
 
     def interrupted(pending):
         signal.raise_signal(signal.SIGINT)
         return collect(pending)
 
-    monkeypatch.setattr(engine._runner, "collect", interrupted)
+    monkeypatch.setattr(engine.workers[0].runner, "collect", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([1, 2, 3], GREEDY)
     monkeypatch.undo()
@@ -138,7 +138,7 @@ def test_a_stream_collected_in_the_middle_of_a_step_is_cancelled_after_it(engine
     streams = [llm.stream([1, 2, 3], GREEDY)]
     next(streams[0])
     before = engine.metrics.requests_cancelled
-    plan = engine._scheduler.plan
+    plan = engine.workers[0].scheduler.plan
 
     def collecting():
         made = plan()
@@ -147,7 +147,7 @@ def test_a_stream_collected_in_the_middle_of_a_step_is_cancelled_after_it(engine
             assert engine.metrics.requests_cancelled == before
         return made
 
-    monkeypatch.setattr(engine._scheduler, "plan", collecting)
+    monkeypatch.setattr(engine.workers[0].scheduler, "plan", collecting)
     llm.generate([4, 5, 6], GREEDY)
     assert engine.metrics.requests_cancelled == before + 1
     monkeypatch.undo()

@@ -61,7 +61,7 @@ def test_ids_equal_a_full_forward_to_the_end_of_the_context(engines, best, name,
 def test_a_long_decode_holds_a_window_of_pages(engines, name, overrides):
     """The dispatch in flight included: a page is another's as soon as no query to come sees it."""
     engine = engines.get(name, **overrides)
-    pools = engine._scheduler.pages.pools
+    pools = engine.workers[0].scheduler.pages.pools
     engine.submit(PROMPTS[0], TO_THE_END)
     most = [0] * len(pools)
     deltas = []
@@ -92,7 +92,7 @@ def test_a_page_given_back_may_hold_anything(engines):
     engine = engines.get("mistral", **WINDOWED)
     want = run(engine, PROMPTS[-2:], TO_THE_END)
     ids = [engine.submit(prompt, TO_THE_END) for prompt in PROMPTS[-2:]]
-    runner, deltas = engine._runner, []
+    runner, deltas = engine.workers[0].runner, []
     (count,) = runner.pages
     poison = jax.jit(lambda x, kept: jnp.where(kept[:, None, None, None], x, jnp.nan))
     while engine.has_work:

@@ -57,6 +57,19 @@ class Bold:
 
 
 @contextlib.contextmanager
+def bold(engine: Engine) -> Iterator[None]:
+    """Inside, admission keeps no page for what requests may still generate."""
+    before = [worker.scheduler.estimate for worker in engine.workers]
+    for worker in engine.workers:
+        worker.scheduler.estimate = Bold()
+    try:
+        yield
+    finally:
+        for worker, estimate in zip(engine.workers, before, strict=True):
+            worker.scheduler.estimate = estimate
+
+
+@contextlib.contextmanager
 def short_of_pages(engine: Engine, pages: int, host_pages: int = 0) -> Iterator[None]:
     """Inside, the engine gives out so many pages of its pool only, and must preempt somebody; nothing is compiled anew.
 
@@ -64,17 +77,17 @@ def short_of_pages(engine: Engine, pages: int, host_pages: int = 0) -> Iterator[
     """
     (worker,) = engine.workers
     scheduler, before = worker.scheduler, engine.metrics.preemptions
-    whole, estimate = scheduler.pages, scheduler.estimate
+    whole = scheduler.pages
     host = HostTier(host_pages * sum(worker.runner.catalog.page_bytes()), worker.runner.catalog.page_bytes())
     scheduler.pages = RequestPages(
         [PagePool(pages + 1, pool.page_size, pool.window) for pool in whole.pools], scheduler.decode_steps,
         host if host_pages else None)
-    scheduler.estimate = Bold()
     try:
-        yield
+        with bold(engine):
+            yield
         assert engine.metrics.preemptions > before, "nobody was preempted"
     finally:
-        scheduler.pages, scheduler.estimate = whole, estimate
+        scheduler.pages = whole
         engine.metrics.count_pages(whole.pools)
 
 

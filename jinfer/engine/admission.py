@@ -10,9 +10,8 @@ from jinfer.errors import CapacityError, RequestError
 from jinfer.models.rope import prompt_regime
 from jinfer.sampling.seeds import choice_seed
 from jinfer.scheduler import Request, position_limit
+from jinfer.scheduler.request import DEFAULT_SERVICE
 from jinfer.tokenizer import Tokenizer
-
-DEFAULT = ServiceParams()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Admission:
         return {token: text for token, text in found if token is not None and token in self.tokenizer.special_ids}
 
     def requests(self, request_id: str, prompt: list[int], params: SamplingParams, arrival: float,
-                 service: ServiceParams = DEFAULT) -> list[Request]:
+                 service: ServiceParams = DEFAULT_SERVICE) -> list[Request]:
         """One request a choice. Raises RequestError naming the parameter."""
         if self.tokenizer is None and params.stop:
             raise RequestError("stop", "needs a tokenizer, the model has none")

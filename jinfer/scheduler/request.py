@@ -8,6 +8,7 @@ from jinfer.config.sampling import SamplingParams
 from jinfer.config.service import ServiceParams
 from jinfer.kv.node import Extra, Node
 
+DEFAULT_SERVICE = ServiceParams()
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
@@ -71,7 +72,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
     arrival: float = 0.0
-    service: ServiceParams = ServiceParams()
+    service: ServiceParams = DEFAULT_SERVICE
     regime: int = 0
     siblings: "list[Request]" = dataclasses.field(default_factory=list)
     given: Given | None = None

@@ -140,8 +140,8 @@ def test_a_stream_collected_in_the_middle_of_a_step_is_cancelled_after_it(engine
     before = engine.metrics.requests_cancelled
     plan = engine.workers[0].scheduler.plan
 
-    def collecting():
-        made = plan()
+    def collecting(now):
+        made = plan(now)
         if streams:
             streams.clear()  # as the garbage collector may at any allocation
             assert engine.metrics.requests_cancelled == before

@@ -12,7 +12,7 @@ from jinfer.config import SamplingParams
 from jinfer.errors import CapacityError
 from jinfer.kv import window_pages
 from jinfer.weights import open_checkpoint
-from tests.engines import DATA, drain, run
+from tests.engines import DATA, bold, drain, run
 from tests.models.forward import compiled
 
 WINDOW, CONTEXT = 8, 48
@@ -47,7 +47,8 @@ def test_ids_equal_a_full_forward_to_the_end_of_the_context(engines, best, name,
     """Together and alone, in chunks, preempted; prompts and outputs cross every edge."""
     engine = engines.get(name, **overrides)
     before = engine.metrics.preemptions
-    together = [o.completions[0].token_ids for o in run(engine, PROMPTS, TO_THE_END)]
+    with bold(engine):
+        together = [o.completions[0].token_ids for o in run(engine, PROMPTS, TO_THE_END)]
     for prompt, ids in zip(PROMPTS, together, strict=True):
         assert len(prompt + ids) == CONTEXT
         assert ids == best(name)(prompt + ids)[len(prompt) - 1:-1]

@@ -60,7 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.requests:
             return
         old = data.draw(st.sampled_from(self.requests))
-        tokens = old.tokens(0, old.length) + [7, 8, 9]
+        tokens = [*old.tokens(0, old.length), 7, 8, 9]
         request = make_request(f"r{len(self.requests)}", tokens[:44], max_tokens=6, context=48, seed=1,
                                arrival=self.loop.now)
         if self.fits(request.max_position - 1):

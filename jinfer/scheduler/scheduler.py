@@ -353,21 +353,25 @@ class Scheduler:
 
     def _lookup(self, now: float) -> Iterator[tuple[Request, Found]]:
         """Waiting requests in the order in which they are to be admitted, the front of the queue only."""
-        front = list(self._queue.front)
+        front, choose = list(self._queue.front), self.policy.choose
+        views = [] if choose is None else [
+            self._candidate(request, self.pages.find(request, confirm=False).start) for request in front]
         while front:
             chosen = 0
-            if self.policy.choose is not None and len(front) > 1:
-                views = [self._candidate(request, self.pages.find(request, confirm=False).start) for request in front]
-                chosen = self.policy.choose(views, now)
+            if choose is not None and len(front) > 1:
+                chosen = choose(views, now)
+                del views[chosen]
             request = front.pop(chosen)
             yield request, self.pages.find(request)
 
     def _admit_waiting(self, now: float, budget: int, chunks: list[Chunk]) -> None:
         """Admits as many as rows, pages and the budget of this step take."""
         if self._blocked == self._blockade(self._queue.first) and self.policy.choose is None:
-            return
-        for request, found in self._lookup(now):
-            if not (self._slots and budget > 0 and len(chunks) < self.max_chunks):
+            return  # nothing has become free since
+        lookup = self._lookup(now)
+        while self._slots and budget > 0 and len(chunks) < self.max_chunks:
+            request, found = next(lookup, (None, None))
+            if request is None or found is None:
                 return
             if request.in_flight:  # tokens in flight are part of what has to be recomputed
                 return

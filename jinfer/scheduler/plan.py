@@ -41,9 +41,8 @@ class Chunk:
         return self.final and self.start + self.length < self.request.max_position
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecodeRow:
-    """A row of a decode call.
+class DecodeRow(NamedTuple):
+    """A row of a decode call. A tuple, for there are as many as rows in every step, and it is the cheapest to make.
 
     Attributes:
       position: of the first token fed, whose KV is written; the first token sampled sits one further.

@@ -203,10 +203,11 @@ class Scheduler:
 
     def append(self, request: Request, tokens: Sequence[int]) -> None:
         """Takes the tokens kept of a collected step, also of a request that was preempted meanwhile."""
-        length = request.length + len(tokens)
+        outputs = request.outputs
+        length = len(request.prompt) + len(outputs) + len(tokens)
         if request.status is Status.FINISHED or length > request.max_position:
             raise ValueError(f"request {request.id} takes no {len(tokens)} more tokens")
-        request.outputs.extend(tokens)
+        outputs.extend(tokens)
         # The last token may never have been fed; all before it were.
         if length > (request.blocks + 1) * self.pages.page_size and request.slot:
             self.pages.publish(request, (length - 1) // self.pages.page_size)

@@ -1,6 +1,6 @@
 """PrefixIndex: full pages by what is in them, so that requests which begin alike share them."""
 
-import struct
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -37,16 +37,16 @@ class PrefixIndex:
         self._whole = [g for g, pool in enumerate(self.pools) if pool.window is None]
         self._nodes: dict[int, Node] = {}
         self._roots: dict[Extra, Node] = {}
-        self._pack = struct.Struct(f"{self.page_size}i").pack
         for g, pool in enumerate(self.pools):
             pool.on_evict = self._evicting(g)
 
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def pack(self, tokens: Sequence[int]) -> bytes:
-        """S tokens as a node holds them."""
-        return self._pack(*tokens)
+    def pack(self, tokens: Sequence[int]) -> list[bytes]:
+        """Tokens of whole blocks as nodes hold them."""
+        data, width = array("i", tokens).tobytes(), 4 * self.page_size
+        return [data[start:start + width] for start in range(0, len(data), width)]
 
     @staticmethod
     def root_key(extra: Extra) -> int:
@@ -59,10 +59,12 @@ class PrefixIndex:
     def usable(self, keys: Sequence[int], extra: Extra) -> list[Node]:
         """The longest chain with these keys that a request can go on behind; `confirm` it before it is used."""
         nodes: list[Node] = []
-        parent = self._roots.get(extra)
+        parent, known = self._roots.get(extra), self._nodes
         for key in keys:
-            node = self._nodes.get(key)
-            if node is None or node.parent is not parent or not all(self._has(node, g) for g in self._whole):
+            node = known.get(key)
+            if node is None or node.parent is not parent:
+                break
+            if not all(node.pages) and not all(self._has(node, g) for g in self._whole):  # mostly all pages are there
                 break
             nodes.append(node)
             parent = node

@@ -1,7 +1,7 @@
 """RequestPages: which pages requests hold, group by group, and when they get, share and give back some."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
@@ -404,11 +404,9 @@ class RequestPages:
                 key = self.index.next_key(key, tokens)
                 keys.append(key)
 
-    def _packed(self, request: Request, begin: int, end: int) -> Iterator[bytes]:
+    def _packed(self, request: Request, begin: int, end: int) -> list[bytes]:
         """Tokens of blocks begin..end-1."""
-        size = self.page_size
-        for start in range(begin * size, end * size, size):
-            yield self.index.pack(request.tokens(start, start + size))
+        return self.index.pack(request.tokens(begin * self.page_size, end * self.page_size))
 
     def _take(self, request: Request, g: int, count: int) -> int:
         self._account(request, g, -1)

@@ -80,8 +80,9 @@ class Admission:
                     prompt_regime(self.model.rope, len(prompt)))
             for index in range(count)]
         if count > 1:
+            siblings = list(requests)  # a list of their own: who leaves the scheduler leaves it
             for request in requests:
-                request.siblings = requests
+                request.siblings = siblings
         return requests
 
     def _token(self, field: str, token: object) -> int:

@@ -74,6 +74,8 @@ def build(model: str | Path, config: EngineConfig, progress: Progress) -> Parts:
         catalog.warm_up(pages, progress)
     runner = Runner(catalog, weights, pages, metrics)
     metrics.kv_bytes = sum(x.nbytes for x in jax.tree.leaves(runner.kv))
+    metrics.page_bytes = tuple(sum(x.nbytes for x in jax.tree.leaves(group)) // count
+                               for group, count in zip(runner.kv, pages, strict=True))
     metrics.state_bytes = sum(x.nbytes for x in jax.tree.leaves(runner.state))
     max_context = demand.context(pages)  # a sequence cannot outgrow the pool
     host = HostTier(int(config.host_kv_gb * 2**30), catalog.page_bytes()) if config.host_kv_gb else None

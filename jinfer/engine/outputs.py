@@ -86,7 +86,10 @@ class Completion:
 
 @dataclasses.dataclass(slots=True)
 class RequestOutput:
-    """A request and all its choices. `error` is set (and choices are empty) when it was refused."""
+    """A request and all its choices.
+
+    `error` is set when it was refused (then there are no choices), failed, or was handed back by a drain.
+    """
 
     request_id: str
     prompt: str | None
@@ -100,6 +103,11 @@ class RequestOutput:
     def text(self) -> str:
         """Text of the first choice."""
         return self.completions[0].text if self.completions else ""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache and were not computed."""
+        return self.timing.cached_tokens
 
     @property
     def finished(self) -> bool:

@@ -296,6 +296,14 @@ class Scheduler:
         """Raises KeyError if there is no such pin."""
         self.pages.unpin(pin)
 
+    def unfilled(self) -> list[int]:
+        """Positions of each page group in the pages of active requests that are not computed yet. O(rows)."""
+        size, counts = self.pages.page_size, [0] * len(self.pages.pools)
+        for request in self._active:
+            for g, pages in enumerate(request.pages):
+                counts[g] += len(pages) * size - request.computed
+        return counts
+
     def check(self) -> None:
         """Asserts the invariants of slots, pages and states. For tests and idle moments: O(pool)."""
         self.pages.check(self._active)

@@ -1,4 +1,4 @@
-"""jinfer: transformer inference on JAX/XLA. `LLM`, `AsyncLLM`, `SamplingParams`, `EngineConfig`.
+"""jinfer: transformer inference on JAX/XLA. `LLM`, `AsyncLLM`, `SamplingParams`, `ServiceParams`, `EngineConfig`.
 
 Importing this loads neither JAX nor a model; both come with the first LLM.
 """
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jinfer.async_llm import AsyncLLM
-    from jinfer.config import EngineConfig, SamplingParams
+    from jinfer.config import EngineConfig, SamplingParams, ServiceParams
     from jinfer.llm import LLM
 
-__all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "ServiceParams", "__version__"]
 
 __version__ = "0.1.0"
 
 _HOMES = {"LLM": "jinfer.llm", "AsyncLLM": "jinfer.async_llm", "SamplingParams": "jinfer.config",
-          "EngineConfig": "jinfer.config"}
+          "ServiceParams": "jinfer.config", "EngineConfig": "jinfer.config"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """AsyncLLM: an engine on a thread of its own behind asyncio, for servers and other concurrent callers."""
 
 import asyncio
+import concurrent.futures
 import itertools
 import queue
 import threading
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jinfer.config.engine import EngineConfig
 from jinfer.config.sampling import SamplingParams
+from jinfer.config.service import ServiceParams
 from jinfer.engine.outputs import Delta, RequestOutput
-from jinfer.errors import JinferError, RequestError
-from jinfer.llm import DEFAULT_MODEL, build_engine
+from jinfer.errors import JinferError, OverloadError, RequestError
+from jinfer.llm import DEFAULT_MODEL, build_engine, check_pinned
 from jinfer.observe.metrics import Metrics
 from jinfer.prompts import Messages, Prompt, prepare
 
@@ -52,7 +54,8 @@ class AsyncLLM:
         self.engine = engine
         self._names = (f"async-{i}" for i in itertools.count())
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: stop
-        self._listeners: dict[str, _Listener] = {}  # touched by the engine's thread only
+        self._listeners: dict[str, _Listener] = {}  # touched by the engine's thread only, as what follows
+        self._idlers: list[concurrent.futures.Future[None]] = []  # who waits until nothing runs
         self._failure: BaseException | None = None
         self._gate = threading.Lock()  # a command is either queued before the thread ends, or refused
         self._thread = threading.Thread(target=self._run, name="jinfer-engine", daemon=True)
@@ -68,27 +71,84 @@ class AsyncLLM:
         return self.engine.metrics
 
     async def generate(self, prompt: Prompt | Messages, params: SamplingParams | None = None, *,
-                       request_id: str | None = None) -> RequestOutput:
-        """Completes a prompt (text or token ids) or answers a conversation. A refusal raises RequestError."""
-        output: RequestOutput | None = None
-        stream = self.stream(prompt, params, request_id=request_id)
-        try:
-            async for delta in stream:
-                output = delta.output
-        finally:
-            await stream.aclose()
-        assert output is not None  # a request's last delta carries it
+                       service: ServiceParams | None = None, request_id: str | None = None) -> RequestOutput:
+        """Completes a prompt (text or token ids) or answers a conversation.
+
+        A refusal raises RequestError; a full queue or a drain OverloadError, also one that hands the request back.
+        """
+        output = await _last(self.stream(prompt, params, service=service, request_id=request_id))
+        if isinstance(output.error, OverloadError):
+            raise output.error
         return output
 
-    async def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None, *,
-                     request_id: str | None = None) -> AsyncGenerator[Delta, None]:
+    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None, *,
+               service: ServiceParams | None = None, request_id: str | None = None) -> AsyncGenerator[Delta, None]:
         """Yields the Deltas of one request; the last has `request_finished` and the whole output.
 
         The request is handed in when the first Delta is asked for; closing the generator cancels it.
         """
         name = next(self._names) if request_id is None else request_id
+
+        def hand_in() -> None:
+            text, add_special = prepare(prompt, self.engine.tokenizer)
+            self.engine.submit(text, params or SamplingParams(), service=service, request_id=name,
+                               add_special=add_special)
+        return self._listen(name, hand_in)
+
+    async def pin(self, prompt: Prompt | Messages, service: ServiceParams | None = None) -> str:
+        """Computes a prefix, if the prefix cache lacks it, and holds its whole pages until `unpin`; see `LLM.pin`."""
+        name = next(self._names)
+
+        def hand_in() -> None:
+            text, add_special = prepare(prompt, self.engine.tokenizer, answer=False)
+            self.engine.pin(text, service, request_id=name, add_special=add_special)
+        try:
+            check_pinned(await _last(self._listen(name, hand_in)))
+        except asyncio.CancelledError:  # perhaps just after it was held
+            self._post(lambda: _quietly(lambda: self.engine.unpin(name)), strict=False)
+            raise
+        return name
+
+    async def unpin(self, name: str) -> None:
+        """Gives up a pin; its pages stay cached until they are needed."""
+        await self._ask(lambda: self.engine.unpin(name))
+
+    async def drain(self, hand_back: bool = False) -> list[str]:
+        """Takes no more requests (OverloadError, until `resume`), and returns when nothing runs any more.
+
+        hand_back: requests of which nothing is computed yet end at once, and their callers get OverloadError; their ids
+        are returned, for another engine to take them.
+        """
+        names = await self._ask(lambda: self.engine.drain(hand_back))
+        idle: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._post(lambda: self._idlers.append(idle))
+        await asyncio.wrap_future(idle)
+        return names
+
+    async def resume(self) -> None:
+        """Ends a drain."""
+        await self._ask(self.engine.resume)
+
+    async def _ask[T](self, action: Callable[[], T]) -> T:
+        """What `action` returns or raises on the engine's thread."""
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def act() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                if self._failure is not None:  # queued before the end, reached after it
+                    raise JinferError(str(self._failure)) from self._failure
+                answer.set_result(action())
+            except Exception as error:
+                answer.set_exception(error)
+        self._post(act)
+        return await asyncio.wrap_future(answer)
+
+    async def _listen(self, name: str, hand_in: Callable[[], None]) -> AsyncGenerator[Delta, None]:
+        """The Deltas of what `hand_in`, called on the engine's thread, submits under this name."""
         listener = _Listener(asyncio.get_running_loop())
-        self._post(lambda: self._submit(name, listener, prompt, params or SamplingParams()))
+        self._post(lambda: self._submit(name, listener, hand_in))
         ended = False
         try:
             while not ended:
@@ -144,6 +204,11 @@ class AsyncLLM:
     def _obey(self) -> bool:
         """Runs the commands that wait; sleeps for one when there is nothing else to do. False: stop."""
         while True:
+            if self._idlers and not self.engine.has_work:
+                for idle in self._idlers:
+                    if idle.set_running_or_notify_cancel():
+                        idle.set_result(None)
+                self._idlers.clear()
             try:
                 command = self._commands.get(block=not self.engine.has_work)
             except queue.Empty:
@@ -152,14 +217,13 @@ class AsyncLLM:
                 return False
             command()
 
-    def _submit(self, name: str, listener: _Listener, item: object, params: SamplingParams) -> None:
+    def _submit(self, name: str, listener: _Listener, hand_in: Callable[[], None]) -> None:
         try:
             if self._failure is not None:  # queued before the end, reached after it
                 raise JinferError(str(self._failure)) from self._failure
             if name in self._listeners:
                 raise RequestError("request_id", f"{name} is in use")
-            prompt, add_special = prepare(item, self.engine.tokenizer)
-            self.engine.submit(prompt, params, request_id=name, add_special=add_special)
+            hand_in()
             self._listeners[name] = listener
         except Exception as error:  # a failing request fails alone
             self._send({listener.loop: [(listener, error)]})
@@ -204,8 +268,24 @@ class AsyncLLM:
             told.__cause__ = failure.__cause__
             parcels.setdefault(listener.loop, []).append((listener, told))
         self._send(parcels)
+        for idle in self._idlers:
+            if idle.set_running_or_notify_cancel():
+                idle.set_exception(JinferError(str(failure)))
+        self._idlers.clear()
         self._listeners.clear()
         _quietly(self.engine.close)
+
+
+async def _last(stream: AsyncGenerator[Delta, None]) -> RequestOutput:
+    """Reads to the end; leaving early closes the stream, which cancels its request."""
+    output: RequestOutput | None = None
+    try:
+        async for delta in stream:
+            output = delta.output
+    finally:
+        await stream.aclose()
+    assert output is not None  # a request's last delta carries it
+    return output
 
 
 def _unpack(parcel: list[tuple[_Listener, Delta | BaseException]]) -> None:

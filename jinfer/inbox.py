@@ -9,6 +9,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Self
 
 from jinfer.config.sampling import SamplingParams
+from jinfer.config.service import ServiceParams
 from jinfer.engine.outputs import Delta
 from jinfer.errors import JinferError
 from jinfer.prompts import prepare
@@ -32,25 +33,33 @@ class Inbox:
         self._turning = False
         self._dropped: list[str] = []  # while the engine was in the middle of a step
 
-    def submit(self, item: object, params: SamplingParams, box: Box) -> str:
+    def submit(self, item: object, params: SamplingParams, box: Box, service: ServiceParams | None = None) -> str:
         """Hands in a prompt, ids or a conversation, whose deltas go into `box`; returns the request's id.
 
-        A refusal raises RequestError and leaves nothing behind.
+        A refusal raises RequestError, a full queue OverloadError; neither leaves anything behind.
         """
         prompt, add_special = prepare(item, self.engine.tokenizer)
-        request_id = self.engine.submit(prompt, params, add_special=add_special)
+        request_id = self.engine.submit(prompt, params, service=service, add_special=add_special)
         self._boxes[request_id] = box
         return request_id
+
+    def pin(self, item: object, box: Box, service: ServiceParams | None = None) -> str:
+        """The same for a prefix to be pinned; its pages are held when its last delta comes."""
+        prompt, add_special = prepare(item, self.engine.tokenizer, answer=False)
+        name = self.engine.pin(prompt, service, add_special=add_special)
+        self._boxes[name] = box
+        return name
 
     def wait(self, box: Box) -> Delta:
         """The next delta of a box, turning the engine's loop until there is one."""
         while not box:
             if not self.engine.has_work:
                 raise JinferError("the engine went idle with requests unfinished")
-            self._turn()
+            self.turn()
         return box.popleft()
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """One turn of the engine's loop."""
         self._turning = True
         try:
             with interrupts_deferred():
@@ -104,11 +113,11 @@ class DeltaStream:
     A class and not a generator: a generator that was never started does nothing when it is closed.
     """
 
-    def __init__(self, inbox: Inbox, item: object, params: SamplingParams):
+    def __init__(self, inbox: Inbox, item: object, params: SamplingParams, service: ServiceParams | None = None):
         self._live = False
         self._inbox = inbox
         self._box: Box = deque()
-        self.request_id = inbox.submit(item, params, self._box)
+        self.request_id = inbox.submit(item, params, self._box, service)
         self._live = True
 
     def __iter__(self) -> Self:

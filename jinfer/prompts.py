@@ -31,14 +31,16 @@ def is_one_prompt(item: object) -> TypeGuard[Prompt]:
     return isinstance(item, str) or (_is_list(item) and len(item) > 0 and not _is_prompt(item[0]))
 
 
-def prepare(item: object, tokenizer: "Tokenizer | None") -> Prepared:
+def prepare(item: object, tokenizer: "Tokenizer | None", *, answer: bool = True) -> Prepared:
     """Checks a prompt or a conversation, and renders the latter with the model's chat template.
+
+    answer: the assistant's turn begins at its end; false for what is only a beginning.
 
     Raises RequestError naming `prompt` or `messages`.
     """
     item = _unpacked(item)
     if is_conversation(item):
-        return Prepared(_text("messages", render(item, tokenizer)), False)  # the template holds all specials
+        return Prepared(_text("messages", render(item, tokenizer, answer)), False)  # the template holds all specials
     if isinstance(item, str):
         return Prepared(_text("prompt", item), True)
     if _is_list(item) and all(isinstance(i, Integral) and not isinstance(i, bool) for i in item):
@@ -46,8 +48,8 @@ def prepare(item: object, tokenizer: "Tokenizer | None") -> Prepared:
     raise RequestError("prompt", f"must be text or a list of token ids, got {item!r:.60}")
 
 
-def render(messages: object, tokenizer: "Tokenizer | None") -> str:
-    """The prompt of a conversation, up to where the assistant's turn begins."""
+def render(messages: object, tokenizer: "Tokenizer | None", answer: bool = True) -> str:
+    """The prompt of a conversation; with `answer`, up to where the assistant's turn begins."""
     if not _is_list(messages) or not messages:
         raise RequestError("messages", f"must be a list of at least one message, got {messages!r:.60}")
     for i, message in enumerate(messages):
@@ -56,7 +58,7 @@ def render(messages: object, tokenizer: "Tokenizer | None") -> str:
     if tokenizer is None or tokenizer.chat is None:
         raise RequestError("messages", "this model has no chat template; give a plain prompt")
     try:
-        return tokenizer.chat.render(messages, add_generation_prompt=True)
+        return tokenizer.chat.render(messages, add_generation_prompt=answer)
     except TokenizerError as error:
         raise RequestError("messages", str(error)) from error
 

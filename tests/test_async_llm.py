@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from jinfer import AsyncLLM, SamplingParams
-from jinfer.errors import CapacityError, JinferError, RequestError
+from jinfer import AsyncLLM, SamplingParams, ServiceParams
+from jinfer.errors import CapacityError, JinferError, OverloadError, RequestError
 from tests.fake_engine import FakeEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -78,6 +78,83 @@ def test_an_unexpected_error_in_submit_fails_alone():
         llm.engine.submit = submit
         return await llm.generate("L")
     assert run(use).text == "yz"
+
+
+def test_a_full_queue_refuses():
+    async def use(llm):
+        results = await asyncio.gather(*(llm.generate("r", GREEDY) for _ in range(12)), return_exceptions=True)
+        assert (await llm.generate("L")).text == "yz"
+        return results
+    results = run(use, slow=0.002, max_rows=2, max_waiting=3)
+    refused = [r for r in results if isinstance(r, OverloadError)]
+    assert 0 < len(refused) < 12
+    assert all(r.text == "r" * 20 for r in results if not isinstance(r, OverloadError))
+
+
+def test_service_reaches_the_engine():
+    async def use(llm):
+        fast = ServiceParams(priority=-1)
+        await llm.generate("L", service=fast, request_id="a")
+        late = await llm.generate("r", LONG, service=ServiceParams(timeout=0.02))
+        return llm.engine.services["a"] == fast, late.completions[0].finish_reason, len(late.text)
+    same, reason, tokens = run(use, slow=0.001)
+    assert (same, reason) == (True, "timeout")
+    assert tokens < 240
+
+
+@pytest.mark.parametrize("hand_back", [False, True])
+def test_drain(hand_back):
+    async def use(llm):
+        tasks = [asyncio.create_task(llm.generate("r", GREEDY, request_id=f"r{i}")) for i in range(6)]
+        await asyncio.sleep(0.01)
+        drain = asyncio.create_task(llm.drain(hand_back))
+        await asyncio.sleep(0.005)
+        with pytest.raises(OverloadError, match="draining"):
+            await llm.generate("L")
+        assert not drain.done()
+        names = await drain
+        assert not llm.engine.has_work
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        await llm.drain()  # nothing to wait for
+        await llm.resume()
+        assert (await llm.generate("L")).text == "yz"
+        return names, ["back" if isinstance(r, OverloadError) else r.text for r in results]
+    names, results = run(use, slow=0.004)
+    assert names == (["r4", "r5"] if hand_back else [])
+    assert results == ["r" * 20] * 4 + ["back" if hand_back else "r" * 20] * 2
+
+
+def test_a_drain_that_nobody_waits_for_any_more_and_one_of_a_failing_engine():
+    async def use(llm):
+        task = asyncio.create_task(llm.generate("r", LONG))
+        await asyncio.sleep(0.01)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(llm.drain(), 0.01)
+        with pytest.raises(JinferError, match="on fire"):
+            await llm.drain()
+        with pytest.raises(JinferError, match="on fire"):
+            await llm.resume()
+        return await asyncio.gather(task, return_exceptions=True)
+    assert "on fire" in str(run(use, slow=0.004, fail_at=30)[0])
+
+
+def test_pin():
+    async def use(llm):
+        name = await llm.pin("prefix")
+        assert llm.engine.pins == {name: [256, *b"prefix"]}
+        await llm.unpin(name)
+        with pytest.raises(RequestError, match="is not pinned"):
+            await llm.unpin(name)
+        with pytest.raises(JinferError, match="ended as timeout"):
+            await llm.pin("late", ServiceParams(timeout=1e-9))
+        for _ in range(20):
+            task = asyncio.create_task(llm.pin("prefix"))
+            await asyncio.sleep(0.001)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert await settled(llm)
+        return llm.engine.pins
+    assert run(use, slow=0.0005) == {}
 
 
 def test_request_ids_are_unique_while_in_use():
@@ -211,7 +288,7 @@ def test_on_the_real_engine(engines):
                 await llm.generate([999])
             doomed.cancel()
             assert await settled(llm)
-            assert llm.metrics.pages_free == llm.metrics.pages_total
+            assert llm.metrics.pages_held == 0
             late = asyncio.create_task(llm.generate("r", LONG))
             await asyncio.sleep(0.01)
         with pytest.raises(JinferError, match="closed"):

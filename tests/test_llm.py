@@ -1,12 +1,13 @@
 """LLM over an engine: shapes of arguments and results, refusals, streaming, sharing, cancelling."""
 
 import gc
+import time
 
 import numpy as np
 import pytest
 
-from jinfer import LLM, SamplingParams
-from jinfer.errors import CapacityError, ConfigError, JinferError, RequestError
+from jinfer import LLM, SamplingParams, ServiceParams
+from jinfer.errors import CapacityError, ConfigError, JinferError, OverloadError, RequestError
 from tests.engines import golden
 from tests.fake_engine import FakeEngine
 
@@ -238,6 +239,129 @@ def test_an_engine_failure_reaches_the_caller():
     llm = LLM.from_engine(FakeEngine(fail_at=3))
     with pytest.raises(RuntimeError, match="on fire"):
         llm.generate(["r", "r"], GREEDY)
+
+
+def test_service_one_or_a_list():
+    llm = LLM.from_engine(FakeEngine())
+    fast, slow = ServiceParams(priority=-1), ServiceParams(timeout=9)
+    llm.generate(["L", "u"], GREEDY, service=[fast, slow])
+    llm.generate(["L", "u"], GREEDY, service=slow)
+    llm.chat(HI, GREEDY, service=fast)
+    llm.score("L", service=slow)
+    list(llm.stream("L", GREEDY, service=fast))
+    assert list(llm.engine.services.values()) == [fast, slow, slow, slow, fast, slow, fast]
+    with pytest.raises(RequestError, match="service: 1 given for 2 prompts"):
+        llm.generate(["r", "r"], service=[fast])
+    with pytest.raises(RequestError, match="service: must be ServiceParams or a list of them, got 3"):
+        llm.generate("r", service=3)
+
+
+def test_more_prompts_than_may_wait():
+    llm = LLM.from_engine(FakeEngine(max_rows=2, max_waiting=3))
+    outputs = llm.generate(["r", "L", "u"] * 10, GREEDY)
+    assert [o.text for o in outputs] == ["r" * 20, "yz", "é漢😀!"] * 10
+    assert llm.engine.most_waiting == 3
+    assert llm.metrics.requests_rejected == 0
+    with pytest.raises(OverloadError):
+        llm.generate("L", SamplingParams(n=4))  # never fits into the queue
+    with pytest.raises(CapacityError, match=r"^prompts\[7\]"):
+        llm.generate(["r"] * 7 + ["r" * 300], GREEDY)
+    assert idle(llm)
+
+
+def test_prompts_wait_for_room_that_others_take():
+    llm = LLM.from_engine(FakeEngine(max_rows=1, max_waiting=1))
+    others = [llm.stream("r", GREEDY)]
+    next(others[0])
+    others.append(llm.stream("u", GREEDY))  # fills the queue
+    with pytest.raises(OverloadError):
+        llm.stream("L", GREEDY)
+    assert llm.generate(["L", "L"], GREEDY)[1].text == "yz"
+    assert ["".join(d.text for d in other) for other in others] == ["r" * 19, "é漢😀!"]
+
+
+def test_a_timeout_ends_a_request_and_keeps_its_text(llm):
+    started, waiting = llm.generate(["r", "L"], SamplingParams(max_tokens=200, temperature=0),
+                                    service=[ServiceParams(), ServiceParams(timeout=1e-9)])
+    assert (started.text, waiting.text) == ("r" * 200, "")
+    assert waiting.completions[0].finish_reason == "timeout"
+    assert waiting.error is None
+    with llm.stream("r", SamplingParams(max_tokens=200), service=ServiceParams(timeout=0.5)) as stream:
+        first = next(stream)
+        deadline = time.monotonic() + 0.6
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+        *rest, last = stream
+    assert last.finish_reason == "timeout"
+    assert last.request_finished
+    assert last.output.text == "".join(d.text for d in [first, *rest, last])
+    assert 0 < len(last.output.text) < 200
+    assert llm.metrics.since(llm.before).requests_timed_out == 2
+
+
+def test_drain(llm):
+    streams = [llm.stream("r", GREEDY) for _ in range(6)]  # the engine runs four
+    next(streams[0])
+    assert llm.drain() == []
+    assert not llm.engine.has_work
+    with pytest.raises(OverloadError, match="draining"):
+        llm.generate("L", GREEDY)
+    assert ["".join(d.text for d in stream) for stream in streams] == ["r" * 19] + ["r" * 20] * 5
+    assert llm.metrics.since(llm.before).requests_rejected == 1
+    llm.resume()
+    assert llm.generate("L", GREEDY).text == "yz"
+
+
+def test_drain_hands_back_what_was_not_begun(llm):
+    streams = [llm.stream("r", SamplingParams(max_tokens=20, n=2 if i == 5 else 1)) for i in range(6)]
+    next(streams[0])
+    assert llm.drain(hand_back=True) == [stream.request_id for stream in streams[4:]]
+    outputs = [list(stream)[-1].output for stream in streams]
+    assert [output.text for output in outputs] == ["r" * 20] * 4 + [""] * 2
+    assert [type(output.error) for output in outputs] == [type(None)] * 4 + [OverloadError] * 2
+    assert {c.finish_reason for output in outputs[4:] for c in output.completions} == {"cancelled"}
+    change = llm.metrics.since(llm.before)
+    assert (change.requests_handed_back, change.requests_cancelled) == (2, 0)
+    llm.resume()
+
+
+def test_a_drain_amid_generate(llm):
+    def drain(delta):
+        if not llm.engine.draining:
+            llm.engine.drain(hand_back=True)
+
+    outputs = llm.generate(["r"] * 8, GREEDY, on_delta=drain)
+    assert sorted(output.text for output in outputs) == [""] * 4 + ["r" * 20] * 4
+    assert all(isinstance(output.error, OverloadError) == (not output.text) for output in outputs)
+    llm.resume()
+
+
+def test_a_drain_amid_generate_with_a_short_queue():
+    llm = LLM.from_engine(FakeEngine(max_rows=2, max_waiting=2))
+
+    def drain(delta):
+        llm.engine.drain()
+
+    outputs = llm.generate(["r"] * 8, GREEDY, on_delta=drain)
+    assert [bool(output.error) for output in outputs] == [False] * 4 + [True] * 4
+    assert [len(output.text) for output in outputs] == [20] * 4 + [0] * 4
+
+
+def test_pin():
+    llm = LLM.from_engine(FakeEngine())
+    stream = llm.stream("r", GREEDY)
+    name = llm.pin("prefix", ServiceParams(cache_salt="x"))
+    assert llm.engine.pins == {name: [256, *b"prefix"]}
+    assert llm.engine.services[name].cache_salt == "x"
+    other = llm.pin(HI)
+    assert llm.engine.tokenizer.decode(llm.engine.pins[other]) == "user\nhi"  # no assistant's turn begins
+    assert "".join(d.text for d in stream) == "r" * 20  # whose deltas were not lost meanwhile
+    llm.unpin(name)
+    assert list(llm.engine.pins) == [other]
+    with pytest.raises(RequestError, match="pin: 'nothing' is not pinned"):
+        llm.unpin("nothing")
+    with pytest.raises(JinferError, match="not pinned: its request ended as timeout"):
+        llm.pin("late", ServiceParams(timeout=1e-9))
 
 
 def test_close():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinfer.batch.rows import BadRow, Row
 from jinfer.engine.outputs import Completion, RequestOutput, TokenLogprob
-from jinfer.errors import RequestError
+from jinfer.errors import OverloadError, RequestError
 
 if TYPE_CHECKING:
     from jinfer.tokenizer import Tokenizer
@@ -25,8 +25,9 @@ def success_record(row: Row, output: RequestOutput, tokenizer: "Tokenizer | None
 def error_record(row: Row | BadRow, error: Exception) -> dict[str, Any]:
     """The record of a row that has no answer. `custom_id` is null when the row has none of its own."""
     refused = isinstance(error, RequestError)
+    code = "invalid_request" if refused else "overloaded" if isinstance(error, OverloadError) else "failed"
     return {"id": f"batch_req_{row.line}", "custom_id": row.custom_id, "line": row.line, "response": None,
-            "error": {"code": "invalid_request" if refused else "failed", "message": str(error),
+            "error": {"code": code, "message": str(error),
                       "param": error.field if isinstance(error, RequestError) else None}}
 
 
@@ -39,6 +40,7 @@ def _plain(row: Row, output: RequestOutput, tokenizer: "Tokenizer | None") -> di
     if output.prompt_logprobs is not None:
         record["prompt_logprobs"] = [_entry(one, tokenizer) for one in output.prompt_logprobs]
     record["prompt_tokens"] = len(output.prompt_token_ids)
+    record["cached_tokens"] = output.cached_tokens
     record["output_tokens"] = sum(len(choice.token_ids) for choice in output.completions)
     seconds = {"queue": timing.queue, "prefill": timing.prefill, "ttft": timing.ttft, "e2e": timing.e2e}
     record["seconds"] = {name: None if value is None else round(value, 6) for name, value in seconds.items()}
@@ -73,7 +75,8 @@ def _openai_body(row: Row, output: RequestOutput, tokenizer: "Tokenizer | None")
     return {"id": f"{'chatcmpl' if chat else 'cmpl'}-{output.request_id}",
             "object": "chat.completion" if chat else "text_completion", "created": int(time.time()),
             "model": row.model, "choices": choices,
-            "usage": {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}}
+            "usage": {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
+                      "prompt_tokens_details": {"cached_tokens": output.cached_tokens}}}
 
 
 def _piece(token_id: int, tokenizer: "Tokenizer | None") -> str:

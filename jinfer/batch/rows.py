@@ -1,7 +1,7 @@
 """One line of a batch file -> a request, or a reason why not.
 
-Two shapes are read. jinfer's own: `{"custom_id", "prompt" | "messages", <any SamplingParams field>}`. And
-that of OpenAI's batch files: `{"custom_id", "method": "POST", "url", "body": {...}}` where url is
+Two shapes are read. jinfer's own: `{"custom_id", "prompt" | "messages", <any field of SamplingParams or
+ServiceParams>}`. And that of OpenAI's batch files: `{"custom_id", "method": "POST", "url", "body": {...}}` where url is
 /v1/completions or /v1/chat/completions.
 """
 
@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
 
 from jinfer.config.sampling import SamplingParams
+from jinfer.config.service import ServiceParams
 from jinfer.errors import RequestError
 from jinfer.prompts import is_conversation, is_one_prompt
 
 Kind = Literal["plain", "completion", "chat"]
 
 _URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+_SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_SERVICE = frozenset(field.name for field in dataclasses.fields(ServiceParams))
 _IGNORED = ("model", "user", "metadata", "store")  # they change nothing about the answer
 
 
@@ -29,6 +32,7 @@ class Row:
     kind: Kind
     item: Any
     params: SamplingParams
+    service: ServiceParams = dataclasses.field(default_factory=ServiceParams)
     model: str = ""
 
 
@@ -47,7 +51,7 @@ def is_blank(data: bytes) -> bool:
 
 
 def parse_row(line: int, data: bytes, defaults: Mapping[str, Any] | None = None) -> Row | BadRow:
-    """Reads one row. `defaults` are SamplingParams fields for rows that do not set them."""
+    """Reads one row. `defaults` are fields of SamplingParams and ServiceParams for rows that do not set them."""
     custom_id: str | None = None
     try:
         value = _json(data.removeprefix(b"\xef\xbb\xbf") if line == 1 else data)
@@ -95,8 +99,7 @@ def _plain(line: int, custom_id: str | None, fields: dict[str, Any], defaults: d
     item = fields[given[0]]
     _check_item(given[0], item)
     fields = {name: value for name, value in fields.items() if name not in ("prompt", "messages")}
-    params = SamplingParams.from_dict(defaults | fields)
-    return Row(line, custom_id or f"line-{line}", "plain", item, params)
+    return Row(line, custom_id or f"line-{line}", "plain", item, *parameters(defaults | fields))
 
 
 def _openai(line: int, custom_id: str | None, fields: dict[str, Any], defaults: dict[str, Any]) -> Row:
@@ -125,8 +128,17 @@ def _openai(line: int, custom_id: str | None, fields: dict[str, Any], defaults: 
     for name in _IGNORED:
         body.pop(name, None)
     translate = _chat_names if kind == "chat" else _completion_names
-    params = SamplingParams.from_dict(translate(body, defaults))
-    return Row(line, custom_id, kind, item, params, model)
+    return Row(line, custom_id, kind, item, *parameters(translate(body, defaults)), model)
+
+
+def parameters(fields: Mapping[str, Any]) -> tuple[SamplingParams, ServiceParams]:
+    """Fields of both, told apart by their names. Raises RequestError naming the field that is unknown or invalid."""
+    for name in fields:
+        if name not in _SAMPLING | _SERVICE:
+            raise RequestError(str(name), f"unknown parameter; known: {', '.join(sorted(_SAMPLING | _SERVICE))}")
+    service = {name: value for name, value in fields.items() if name in _SERVICE}
+    sampling = {name: value for name, value in fields.items() if name in _SAMPLING}
+    return SamplingParams.from_dict(sampling), ServiceParams.from_dict(service)
 
 
 def _completion_names(body: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def _print(card: "Card") -> None:
 def _rows(card: "Card") -> list[tuple[str, str]]:
     from rich.markup import escape
 
-    from jinfer.observe.card import KINDS
+    from jinfer.observe.card import KINDS, PAGE
     c = card.config
     rows = [
         ("model", escape(str(card.path))),
@@ -86,6 +86,8 @@ def _rows(card: "Card") -> list[tuple[str, str]]:
     by_type = ", ".join(f"{size / 1e6:,.1f} MB {dtype}" for dtype, size in card.stored.items())
     rows.append(("stored", f"{by_type}; files of {card.files / 1e6:,.1f} MB"))
     rows.append(("KV a token", f"{sum(card.cache.values()):,} bytes in bfloat16"))
+    if len(card.cache) == 1:
+        rows.append(("KV a page", f"{sum(card.cache.values()) * PAGE:,} bytes, {PAGE} tokens"))
     if len(card.cache) > 1 or c.latent or any(kind.window for kind in c.layers):
         latent = "one latent vector" if c.latent else "keys and values"
         rows += [(f"  {size:,} bytes", f"{group}, {latent}") for group, size in card.cache.items()]

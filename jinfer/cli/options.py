@@ -1,15 +1,16 @@
-"""Options that several commands share. Those for sampling come from SamplingParams, help texts included."""
+"""Options that several commands share. Many come from SamplingParams and ServiceParams, help texts included."""
 
 import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any
 
 import typer
 
 from jinfer.config.sampling import SamplingParams
+from jinfer.config.service import ServiceParams
 from jinfer.errors import RequestError
 
 _MODEL = ("A model folder, a .gguf file, a Hugging Face Hub id, or smollm2-135m or gemma3-270m (under the Gemma Terms "
@@ -27,26 +28,43 @@ Set = Annotated[list[str] | None, typer.Option(
 # Lists are given by repeating a singular option.
 _FLAGS = {"stop": "--stop", "stop_token_ids": "--stop-token-id", "logit_bias": "--logit-bias"}
 _METAVARS = {"stop": "TEXT", "stop_token_ids": "ID", "logit_bias": "ID=NUMBER"}
-_HELP = {"max_tokens": "Most tokens to generate; 0 scores the prompt only."}
+_HELP = {"max_tokens": "Most tokens to generate; 0 scores the prompt only.",
+         "cache": "Read from and publish to the prefix cache."}
+
+type Params = type[SamplingParams] | type[ServiceParams]
 
 
-def takes_sampling(*without: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+type Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+def takes_sampling(*without: str, **defaults: Any) -> Decorator:
     """Decorator: replaces a command's parameter `sampling` by one option for each field of SamplingParams.
 
     The command gets `sampling`, a dict of the fields the user gave, on top of `defaults`, the command's own. Fields
     named in `without` get no option.
     """
+    return _takes("sampling", SamplingParams, without, defaults)
+
+
+def takes_service(*without: str) -> Decorator:
+    """The same for the parameter `service` and ServiceParams."""
+    return _takes("service", ServiceParams, without, {})
+
+
+def _takes(parameter: str, params: Params, without: Collection[str], defaults: dict[str, Any]) -> Decorator:
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        fields = [name for name in _defaults() if name not in without]
+        usual = _defaults(params)
+        fields = [name for name in usual if name not in without]
 
         def run(**values: Any) -> None:
             given = {name: values.pop(name) for name in fields}
-            command(**values, sampling=defaults | {name: _plain(name, value) for name, value in given.items()
-                                                   if value is not None and value != []})
+            values[parameter] = defaults | {name: _plain(name, value, usual[name]) for name, value in
+                                                  given.items() if value is not None and value != []}
+            command(**values)
 
         signature = inspect.signature(command, eval_str=True)
-        kept = [p for p in signature.parameters.values() if p.name != "sampling"]
-        added = [_option(name, (_defaults() | defaults)[name]) for name in fields]
+        kept = [p for p in signature.parameters.values() if p.name != parameter]
+        added = [_option(params, name, (usual | defaults)[name], parameter.capitalize()) for name in fields]
         # typer reads the signature and, for the types, the annotations
         run.__signature__ = inspect.Signature([*kept, *added])  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in [*kept, *added]}
@@ -55,22 +73,22 @@ def takes_sampling(*without: str, **defaults: Any) -> Callable[[Callable[..., No
     return decorate
 
 
-def _defaults() -> dict[str, Any]:
-    return {name: getattr(SamplingParams(), name) for name in typing.get_type_hints(SamplingParams)}
+def _defaults(params: Params) -> dict[str, Any]:
+    return {name: getattr(params(), name) for name in typing.get_type_hints(params)}
 
 
-def _option(name: str, default: Any) -> inspect.Parameter:
-    kind = _kind(typing.get_type_hints(SamplingParams)[name])
-    text = _HELP.get(name) or field_help().get(name, "").replace("None", "not given")
+def _option(params: Params, name: str, default: Any, panel: str) -> inspect.Parameter:
+    kind = _kind(typing.get_type_hints(params)[name])
+    text = _HELP.get(name) or field_help(params).get(name, "").replace("None", "not given")
     flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
     if name in _FLAGS:
         text += " Repeatable."
     elif kind is bool and default:
         flag, text = f"--no-{flag.removeprefix('--')}", f"Do not {text[0].lower()}{text[1:]}"
-    elif default is not None and kind is not bool:
+    elif default not in (None, "") and kind is not bool:
         text = f"{text.removesuffix('.')} (default {default})."
-    option = typer.Option(flag, help=text, show_default=False, rich_help_panel="Sampling",
-                          metavar=_METAVARS.get(name, None if kind is bool else "NUMBER"))
+    option = typer.Option(flag, help=text, show_default=False, rich_help_panel=panel,
+                          metavar=_METAVARS.get(name, None if kind is bool else "TEXT" if kind is str else "NUMBER"))
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None,
                              annotation=Annotated[kind | None, option])
 
@@ -84,9 +102,9 @@ def _kind(hint: Any) -> Any:
     return list[str] if typing.get_origin(hint) is Mapping else hint
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: Any, default: Any) -> Any:
     """What the user typed -> the field's value."""
-    if _defaults()[name] is True:
+    if default is True:
         return not value  # its flag is --no-...
     if name != "logit_bias":
         return value
@@ -100,11 +118,11 @@ def _plain(name: str, value: Any) -> Any:
     return bias
 
 
-def field_help() -> dict[str, str]:
-    """Field name -> its sentence in the docstring of SamplingParams, in one line."""
+def field_help(params: Params = SamplingParams) -> dict[str, str]:
+    """Field name -> its sentence in the docstring of the class, in one line."""
     texts: dict[str, str] = {}
     name = ""
-    for line in inspect.cleandoc(SamplingParams.__doc__ or "").splitlines():
+    for line in inspect.cleandoc(params.__doc__ or "").splitlines():
         start = re.match(r"  (\w+): (.*)", line)
         if start:
             name, texts[start[1]] = start[1], start[2]

@@ -1,12 +1,14 @@
 """EngineConfig: how a model is run. Every field can be set from YAML and from `--set field=value`."""
 
 import dataclasses
+import difflib
 from pathlib import Path
 from typing import Literal
 
 from jinfer.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16"]
+POLICIES = ("fcfs", "priority", "deadline", "longest-prefix", "static")
 LOGICAL_AXES = ("vocab", "kv_heads", "ffn")  # query heads go with their kv heads
 
 
@@ -124,6 +126,15 @@ class EngineConfig:
             raise ConfigError(f"memory_utilization: must be in (0, 1], got {self.memory_utilization!r}")
         if self.kv_memory_gb is not None and not 0.0 < self.kv_memory_gb < float("inf"):
             raise ConfigError(f"kv_memory_gb: must be positive, got {self.kv_memory_gb!r}")
+        if self.policy not in POLICIES and not _is_path(self.policy):
+            close = difflib.get_close_matches(str(self.policy), POLICIES, n=1)
+            raise ConfigError(f"policy: must be {', '.join(POLICIES)} or package.module:name, got {self.policy!r}"
+                              + (f"; did you mean {close[0]}?" if close else ""))
+        if self.decode_rows is not None and self.decode_rows > self.max_rows:
+            raise ConfigError(f"decode_rows: {self.decode_rows} is more than max_rows {self.max_rows}")
+        for name in ("prefix_cache", "warmup", "forbid_compilation"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: must be true or false, got {getattr(self, name)!r}")
         if self.admission not in ("optimistic", "reserving"):
             raise ConfigError(f"admission: must be optimistic or reserving, got {self.admission!r}")
         if self.itl_target is not None and not 0.0 < self.itl_target < float("inf"):
@@ -135,6 +146,12 @@ class EngineConfig:
         if self.decode_steps > self.page_size:
             raise ConfigError(f"decode_steps: {self.decode_steps} is more than page_size {self.page_size}; "
                               "a row takes at most one new page a dispatch")
+
+
+def _is_path(policy: object) -> bool:
+    """Looks like package.module:name."""
+    module, separator, name = str(policy).partition(":")
+    return bool(separator) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def _positive(name: str, value: object) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from jinfer import LLM
+from jinfer import LLM, ServiceParams
 from jinfer.batch import runner
+from jinfer.batch.partial import partial_path
 from jinfer.batch.runner import check_paths, count_rows, run_batch, run_file
 from jinfer.errors import ConfigError, JinferError
 from tests.fake_engine import FakeEngine
@@ -93,7 +94,8 @@ def test_nasty_answers(nasty):
     for name in checked:
         (choice,) = bodies[name]["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("yz", "stop")
-        assert bodies[name]["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+        assert bodies[name]["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5,
+                                         "prompt_tokens_details": {"cached_tokens": 0}}
     message = bodies["u2028"]["choices"][0]["message"]
     assert message == {"role": "assistant", "content": "OQ"}
 
@@ -178,6 +180,148 @@ def test_progress_and_outputs_are_reported():
     assert seen == [1, 2, 3]
     assert len(outputs) == 2
     assert (counts.lines, counts.completed, counts.failed, counts.skipped) == (4, 2, 1, 1)
+
+
+def after(answers):
+    """A `stop` that says true once so many rows have a record."""
+    done = [0]
+
+    def on_progress(counts):
+        done[0] = counts.completed + counts.failed
+    return {"stop": lambda: done[0] >= answers, "on_progress": on_progress}
+
+
+@pytest.mark.parametrize("in_flight", [1, 3, 12])
+def test_a_stopped_job_finishes_what_runs_and_leaves_the_rest(in_flight):
+    llm = make_llm()
+    counts, records = run_rows([plain(i, "r" if i % 3 else "L") for i in range(40)], llm, in_flight=in_flight, **after(5))
+    assert counts.stopped
+    answered = [record["custom_id"] for record in records if record]
+    assert 5 <= counts.completed == len(answered) <= 5 + 3 + 4  # in the same step, and the four that run
+    assert answered == [f"c{i}" for i, record in enumerate(records) if record]  # in the places of their rows
+    assert all(record["text"] == TEXTS["r" if int(record["custom_id"][1:]) % 3 else "L"] for record in records if record)
+    assert counts.lines == counts.completed + counts.left
+    assert not llm.engine.has_work
+    assert llm.generate("L").text == "yz"  # the engine itself takes requests as before
+
+
+def test_a_job_stopped_at_its_end_is_not_stopped():
+    counts, records = run_rows([plain(i, "L") for i in range(3)], **after(3))
+    assert (counts.stopped, counts.left, len(records)) == (False, 0, 3)
+
+
+def test_a_job_ends_in_order_when_its_engine_drains():
+    llm = make_llm()
+    seen = []
+
+    def drain(counts):
+        if not seen:
+            seen.append(llm.engine.drain(hand_back=True))
+
+    counts, records = run_rows([plain(i, "r" if i else "L") for i in range(30)], llm, in_flight=8, on_progress=drain)
+    assert len(seen[0]) == 3  # one of eight has ended, four run
+    assert (counts.completed, counts.failed, counts.stopped) == (5, 0, True)
+    assert [bool(record) for record in records] == [True] * 5 + [False] * 3
+    llm.resume()
+    assert llm.generate("L").text == "yz"
+
+
+def test_a_stopped_job_goes_on_from_there(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [plain(i, "Lru"[i % 3], priority=-(i % 2)) for i in range(30)] + [b"\n", b"{\n", plain(3)]
+    source.write_bytes(b"".join(rows))
+    run_file(make_llm(), source, tmp_path / "whole.jsonl")
+    runs, answered = [], 0
+    for answers in (4, 9, 99):  # every run is stopped a few rows further
+        llm = make_llm()
+        runs.append(run_file(llm, source, target, in_flight=6, model="m", **after(answers)))
+        assert runs[-1].resumed == min(answered, runs[-1].completed + runs[-1].failed)
+        assert target.exists() == (answers == 99)
+        if runs[-1].stopped:
+            lines = partial_path(target).read_bytes().splitlines()
+            answered = sum(line != b"null" for line in lines[:-1])
+            assert answered >= answers
+    assert [run.stopped for run in runs] == [True, True, False]
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["in.jsonl", "out.jsonl", "whole.jsonl"]
+
+    def timeless(path):
+        return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in path.read_bytes().splitlines()]
+    assert timeless(target) == timeless(tmp_path / "whole.jsonl")
+    assert llm.metrics.output_tokens < sum(r.get("output_tokens", 0) for r in timeless(target))
+
+
+def test_a_job_stopped_before_it_came_where_an_earlier_run_was_keeps_its_answers(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"".join(plain(i, "L") for i in range(40)))
+    run_file(make_llm(), source, target, in_flight=4, **after(20))
+    run_file(make_llm(), source, target, in_flight=4, stop=lambda: True)
+    counts = run_file(make_llm(), source, target)
+    assert counts.resumed >= 20
+    assert counts.completed == 40
+
+
+def test_what_another_job_left_is_not_taken(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"".join(plain(i, "L") for i in range(40)))
+    run_file(make_llm(), source, target, in_flight=4, model="m", defaults={"temperature": 0}, **after(5))
+    same = {"overwrite": False, "model": "m", "defaults": {"temperature": 0}}
+    check_paths(source, target, **same)
+    for other in ({"model": "n"}, {"defaults": {"temperature": 1}}):
+        with pytest.raises(ConfigError, match=r"out.jsonl.partial: left by a job with other rows, model or options"):
+            check_paths(source, target, **same | other)
+    check_paths(source, target, **same | {"model": "n", "overwrite": True})
+    whole = partial_path(target).read_bytes()
+    partial_path(target).write_bytes(whole[:-40])  # cut off
+    with pytest.raises(ConfigError, match="left by a job"):
+        check_paths(source, target, **same)
+    partial_path(target).write_bytes(whole)
+    with source.open("ab") as rows:
+        rows.write(plain(40))
+    with pytest.raises(ConfigError, match="left by a job"):
+        check_paths(source, target, **same)
+    assert run_file(make_llm(), source, target, model="m").resumed == 0
+
+
+def test_a_failure_keeps_what_an_earlier_run_left(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"".join(plain(i, "r") for i in range(40)))
+    run_file(make_llm(), source, target, in_flight=4, **after(5))
+    kept = partial_path(target).read_bytes()
+    with pytest.raises(RuntimeError, match="on fire"):
+        run_file(make_llm(fail_at=9), source, target, in_flight=4)
+    assert partial_path(target).read_bytes() == kept
+
+
+def test_rows_wait_for_room_in_the_queue():
+    llm = make_llm(max_rows=2, max_waiting=1)
+    counts, records = run_rows([plain(i, "r", n=1) for i in range(20)] + [plain(20, "L", n=2)], llm, in_flight=8)
+    assert (counts.completed, counts.failed) == (20, 1)  # two choices never fit into a queue of one
+    assert records[-1]["error"]["code"] == "overloaded"
+    assert llm.engine.most_waiting == 1
+    assert llm.metrics.requests_rejected == 1
+
+
+def test_rows_say_how_they_are_served():
+    llm = make_llm()
+    rows = [plain(0, priority=3, cache=False, cache_salt="me"), plain(1),
+            json.dumps({"custom_id": "c2", "url": "/v1/completions",
+                        "body": {"prompt": "L", "timeout": 9, "ttft_target": 1}}).encode(),
+            plain(3, timeout=0), plain(4, priority="high"), plain(5, timeout=None)]
+    counts, records = run_rows(rows, llm, defaults={"itl_target": 0.5, "timeout": 60, "max_tokens": 4})
+    assert counts.completed == 4
+    assert list(llm.engine.services.values()) == [
+        ServiceParams(priority=3, cache=False, cache_salt="me", itl_target=0.5, timeout=60),
+        ServiceParams(itl_target=0.5, timeout=60), ServiceParams(itl_target=0.5, timeout=9, ttft_target=1),
+        ServiceParams(itl_target=0.5)]
+    assert [records[i]["error"]["param"] for i in (3, 4)] == ["timeout", "priority"]
+
+
+def test_a_row_that_ran_out_of_time_keeps_its_text():
+    llm = make_llm(slow=0.002)
+    _, (one, two) = run_rows([plain(0, "r", max_tokens=200, timeout=0.05), plain(1)], llm)
+    assert one["finish_reason"] == "timeout"
+    assert 0 < len(one["text"]) < 200
+    assert two["finish_reason"] == "stop"
 
 
 def test_an_engine_failure_leaves_no_file(tmp_path):

@@ -3,13 +3,15 @@
 import dataclasses
 import io
 import json
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from jinfer import LLM, SamplingParams
+from jinfer import LLM, SamplingParams, ServiceParams
 from jinfer.bench import demo
 from jinfer.cli import main as cli
 from jinfer.cli import options, session
@@ -99,6 +101,39 @@ def test_every_sampling_field_has_an_option_and_a_help(monkeypatch):
     SamplingParams.from_dict(seen)
 
 
+def test_every_service_field_has_an_option_and_a_help():
+    seen = {}
+    run = options.takes_service()(lambda service: seen.update(service))
+    assert set(run.__annotations__) == {f.name for f in dataclasses.fields(ServiceParams)}
+    assert set(options.field_help(ServiceParams)) == set(run.__annotations__)
+    run(**dict.fromkeys(run.__annotations__) | {"cache": True, "priority": 0, "cache_salt": "a"})
+    assert seen == {"cache": False, "priority": 0, "cache_salt": "a"}
+
+
+@pytest.mark.parametrize("command", [["generate", "-p", "L"], ["generate", "-p", "L", "-p", "u"],
+                                     ["generate", "-p", "L", "--chat", "--json"], ["batch"]])
+def test_service_options_reach_the_request(jinfer, monkeypatch, tmp_path, command):
+    got = []
+    submit = FakeEngine.submit
+    monkeypatch.setattr(FakeEngine, "submit", lambda self, prompt, params, **k: (
+        got.append(k["service"]), submit(self, prompt, params, **k))[1])
+    if command == ["batch"]:
+        (tmp_path / "in.jsonl").write_text('{"prompt": "L"}\n')
+        command = ["batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl"]
+    args = ["--timeout", 9, "--no-cache", "--cache-salt", "me"]
+    assert jinfer(*command, *args, "--priority", -2, "--ttft-target", 0.5, "--itl-target", 0.1)[0] == 0
+    want = ServiceParams(priority=-2, timeout=9, ttft_target=0.5, itl_target=0.1, cache=False, cache_salt="me")
+    assert set(got) == {want}
+
+
+def test_chat_takes_the_service_options_of_one_request(jinfer):
+    assert jinfer("chat", "--timeout", 9, "--no-cache", "--cache-salt", "me", stdin="a\n")[:2] == (0, "OQ\n")
+    assert jinfer("chat", "--priority", 1)[0] == 2
+    status, out, err = jinfer("chat", "--timeout", 1e-9, stdin="a\n")
+    assert (status, out) == (0, "\n")
+    assert "[timed out]" in err
+
+
 def test_options_reach_the_request(jinfer, monkeypatch):
     got = []
     submit = FakeEngine.submit
@@ -124,6 +159,9 @@ def test_options_reach_the_request(jinfer, monkeypatch):
     (["generate", "-p", "L", "-p", "r" * 300], "prompts[1]: prompt: 301 tokens"),
     (["batch", "none.jsonl", "out.jsonl"], "none.jsonl: no such file"),
     (["chat", "--top-p", "2"], "top_p: must be"),
+    (["generate", "-p", "L", "--timeout", "0"], "timeout: must be a positive number of seconds"),
+    (["batch", "none.jsonl", "out.jsonl", "--itl-target", "-1"], "itl_target: must be a positive number"),
+    (["generate", "-p", "L", "--set", "max_waiting=0"], "max_waiting: must be a positive integer"),
 ])
 def test_errors_are_one_line(jinfer, args, words):
     status, out, err = jinfer(*args)
@@ -208,6 +246,58 @@ def test_batch_defaults(jinfer, tmp_path):
     source.write_text('{"prompt": "r"}\n{"prompt": "r", "max_tokens": 2}\n')
     jinfer("batch", source, target, "--max-tokens", 3)
     assert [json.loads(line)["text"] for line in target.read_text().splitlines()] == ["rrr", "rr"]
+
+
+def signals_at(patch, number, *turns):
+    """So many turns after the model was opened, the process gets a signal in the middle of a step."""
+    step = FakeEngine.step
+
+    def interrupted(engine):
+        if engine.turns in turns:
+            signal.raise_signal(number)
+        return step(engine)
+
+    patch.setattr(FakeEngine, "step", interrupted)
+
+
+@pytest.fixture
+def handlers():
+    """Ctrl-C as in a terminal, and that whoever changes a handler puts it back."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGTERM)
+    yield
+    after = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGINT, before[0])
+    assert after == (signal.default_int_handler, before[1])
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_a_batch_and_the_same_command_goes_on(jinfer, monkeypatch, tmp_path, number):
+    target = tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch:
+        signals_at(patch, number, 12)
+        status, out, err = jinfer("batch", DATA / "order40.jsonl", target)
+    assert (status, out) == (1, "")
+    err = " ".join(err.split())
+    assert "stopping when the rows that run are done; once more stops at once" in err
+    assert "the same command goes on from there" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.partial"]
+    assert jinfer("batch", DATA / "order40.jsonl", target, "--max-tokens", 3)[0] == 1  # not the same
+    status, _, err = jinfer("batch", DATA / "order40.jsonl", target)
+    assert status == 0
+    assert re.search(r"40 answered, 0 failed, \d+ of them in an earlier run", " ".join(err.split()))
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    ids = [json.loads(line)["custom_id"] for line in target.read_bytes().splitlines()]
+    assert ids == [json.loads(line)["custom_id"] for line in (DATA / "order40.jsonl").read_bytes().splitlines()]
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_stops_a_batch_at_once(jinfer, monkeypatch, tmp_path, number):
+    signals_at(monkeypatch, number, 12, 13)
+    status, _, _ = jinfer("batch", DATA / "order40.jsonl", tmp_path / "out.jsonl")
+    assert status != 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_demo(jinfer, tmp_path):

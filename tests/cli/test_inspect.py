@@ -40,7 +40,7 @@ def test_card_of_a_folder(jinfer):
     for line in ("layers 1 x full attention", "parameters 184,608", "embedding 79,200", "head 79,200",
                  "stored 0.7 MB float32; files of 0.7 MB", "vocabulary 275 rows, 267 tokens in the tokenizer",
                  "tokenizer tokenizer.json, byte-level, adds the beginning token",
-                 "end tokens 257 '</s>', 258 '<|eot|>'", "KV a token 64 bytes in bfloat16"):
+                 "end tokens 257 '</s>', 258 '<|eot|>'", "KV a token 64 bytes in bfloat16", "KV a page 4,096 bytes, 64 tokens"):
         assert line in lines
     assert any(line.startswith("chat template {{ bos_token }}{% for m in messages %}") for line in lines)
     assert "│ 16.0 GiB │ float32, 0.00 GiB │ 256 │ 256 │ 256 │" in lines

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from jinfer.config import EngineConfig, LayoutConfig, ModelConfig
+from jinfer.config.engine import POLICIES
 from jinfer.config.loading import config_names, configs_dir, load_config, replace_config
 from jinfer.errors import ConfigError
+from jinfer.scheduler.policy import POLICIES as SERVED
 
 
 def names(folder):
@@ -62,6 +64,21 @@ def test_overrides_are_typed_and_dotted():
     assert config.compilation_cache == "/tmp/x"
 
 
+def test_overrides_of_scheduling():
+    config = load_config(EngineConfig, None, [
+        "decode_rows=8", "step_tokens=256", "itl_target=0.05", "policy=fcfs", "ageing=5", "admission=reserving",
+        "max_preemptions=0", "max_waiting=100", "prefix_cache=false", "host_kv_gb=1.5"])
+    assert (config.decode_rows, config.step_tokens, config.itl_target) == (8, 256, 0.05)
+    assert (config.policy, config.ageing, config.admission, config.max_preemptions) == ("fcfs", 5.0, "reserving", 0)
+    assert (config.max_waiting, config.prefix_cache, config.host_kv_gb) == (100, False, 1.5)
+    for policy in ("priority", "deadline", "longest-prefix", "static", "mine.policies:first"):
+        assert load_config(EngineConfig, None, [f"policy={policy}"]).policy == policy
+
+
+def test_policies_are_those_there_are():
+    assert set(POLICIES) == set(SERVED)
+
+
 def test_layout_by_name_and_then_changed():
     assert load_config(EngineConfig, None, ["layout=tp2"]).layout == load_config(LayoutConfig, "tp2")
     changed = load_config(EngineConfig, "default", ["layout=tp4", "layout.rules.ffn=null"]).layout
@@ -106,6 +123,20 @@ def test_an_empty_file_is_the_default(tmp_path):
     ("max_rows", ["--set", "key=value"]),
     ("=3", ["--set", "key=value"]),
     ("max_rows=[1", ["--set max_rows", "YAML"]),
+    ("policy=lifo", ["policy:", "fcfs", "package.module:name"]),
+    ("policy=:first", ["policy:", "package.module:name"]),
+    ("policy=a.b:c.d:e", ["policy:", "package.module:name"]),
+    ("policy=priorty", ["policy:", "did you mean priority?"]),
+    ("admission=reserve", ["admission:", "did you mean reserving?"]),
+    ("decode_rows=65", ["decode_rows:", "65", "max_rows 64"]),
+    ("step_tokens=0", ["step_tokens:", "positive"]),
+    ("itl_target=0", ["itl_target:", "positive number of seconds"]),
+    ("ageing=-1", ["ageing:", "positive"]),
+    ("ageing=.inf", ["ageing:", "positive"]),
+    ("max_preemptions=-1", ["max_preemptions:", "at least 0"]),
+    ("max_waiting=0", ["max_waiting:", "positive"]),
+    ("prefix_cache=yes please", ["prefix_cache:", "true or false"]),
+    ("host_kv_gb=-1", ["host_kv_gb:", "0 or more"]),
 ])
 def test_bad_overrides_name_the_key(override, words):
     with pytest.raises(ConfigError) as error:

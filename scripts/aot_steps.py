@@ -18,7 +18,7 @@ from jinfer.config import EngineConfig, LayoutConfig, ModelConfig
 from jinfer.config.loading import load_config, replace_config
 from jinfer.engine.catalog import Key
 from jinfer.errors import JinferError
-from jinfer.plan import Plan, StepReport, compile_steps, expected_collectives
+from jinfer.plan.steps import Plan, StepReport, compile_steps, expected_collectives
 from pallas_kernels.aot.topology import gpu_devices, tpu_devices
 
 GiB = 2**30

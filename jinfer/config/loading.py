@@ -11,12 +11,15 @@ from typing import Any, Literal
 
 import yaml
 
+from jinfer.config.device import DeviceConfig
 from jinfer.config.engine import EngineConfig, LayoutConfig
 from jinfer.config.model import ModelConfig
+from jinfer.config.workload import WorkloadConfig
 from jinfer.errors import ConfigError
 
 # Where the files of a class live below the configs directory.
-_FOLDERS: dict[type, str] = {EngineConfig: "engine", LayoutConfig: "layouts", ModelConfig: "models"}
+_FOLDERS: dict[type, str] = {EngineConfig: "engine", LayoutConfig: "layouts", ModelConfig: "models",
+                             DeviceConfig: "devices", WorkloadConfig: "workloads"}
 
 
 def configs_dir() -> Path:
@@ -28,12 +31,12 @@ def configs_dir() -> Path:
 
 
 def config_names(folder: str) -> list[str]:
-    """Names `--config` and `layout:` accept, from the YAML files of `folder` (engine, layouts, models)."""
+    """Names `--config` and `layout:` accept, from the YAML files of `folder` (engine, layouts, models, devices, workloads)."""
     return sorted(path.stem for path in (configs_dir() / folder).glob("*.yaml"))
 
 
 def load_config[C](cls: type[C], source: str | Path | None = None, overrides: Sequence[str] = ()) -> C:
-    """Builds `cls` (EngineConfig, LayoutConfig or ModelConfig).
+    """Builds `cls`: EngineConfig, LayoutConfig, ModelConfig, DeviceConfig or WorkloadConfig.
 
     Args:
       source: a YAML file, or the name of one that comes with jinfer (`cpu-int8`); None means the defaults.

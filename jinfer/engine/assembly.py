@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jinfer.config import EngineConfig, ModelConfig
+from jinfer.config.resolve import resolve
 from jinfer.engine.buckets import Buckets
 from jinfer.engine.catalog import ProgramCatalog, Weights, shard_bytes
 from jinfer.engine.programs import Programs
@@ -95,19 +96,3 @@ def pool_bytes(memory: int, catalog: ProgramCatalog) -> int:
     """What `memory` bytes a device leave for the pool: all but weights, state and the largest temporaries."""
     kept = sum(shard_bytes(x) for x in jax.tree.leaves((catalog.weights, catalog.abstract_state())))
     return memory - kept - catalog.workspace()
-
-
-def resolve(config: EngineConfig, model: ModelConfig, platform: str) -> EngineConfig:
-    """Replaces every `auto` and None that depends on the model or the platform of the mesh."""
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = "float32" if platform == "cpu" else "bfloat16"
-    kv_dtype = config.kv_dtype
-    if kv_dtype == "auto":
-        # An int8 model has given up more precision than bfloat16 KV costs.
-        kv_dtype = "bfloat16" if config.quantization == "int8" else dtype
-    max_context = config.max_context or model.max_context
-    if max_context > model.max_context and model.rope.kind != "dynamic":  # which stretches to any length
-        raise ConfigError(f"max_context: {max_context} is more than the model's {model.max_context}")
-    return dataclasses.replace(config, dtype=dtype, kv_dtype=kv_dtype, max_context=max_context,
-                               max_logprobs=min(config.max_logprobs, model.vocab_size))

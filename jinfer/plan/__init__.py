@@ -1,5 +1,1 @@
-"""What a configuration will compile to and take on devices that need not be here."""
-
-from jinfer.plan.steps import Plan, StepReport, compile_steps, expected_collectives
-
-__all__ = ["Plan", "StepReport", "compile_steps", "expected_collectives"]
+"""What a configuration compiles to, takes and can carry, on devices that need not be here."""

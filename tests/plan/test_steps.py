@@ -12,7 +12,7 @@ from jinfer.config import EngineConfig, LayerConfig, LayoutConfig, ModelConfig
 from jinfer.config.loading import load_config
 from jinfer.engine.catalog import Key
 from jinfer.errors import ConfigError
-from jinfer.plan import compile_steps, expected_collectives
+from jinfer.plan.steps import compile_steps, expected_collectives
 from jinfer.sharding import Layout
 from pallas_kernels.aot.topology import gpu_devices, tpu_devices
 

@@ -71,3 +71,24 @@ class DeviceConfig:
     def peak(self, int8: bool) -> float:
         """Operations a second of matrix products with int8 or plain weights."""
         return self.int8_flops or self.flops if int8 else self.flops
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileConfig:
+    """Step times measured on an engine, as coefficients in seconds.
+
+    Attributes:
+      prefill: of a call, of a token, of a (query, position it sees) pair.
+      decode: of a step, of a row, of a position a row sees.
+      engine: the configuration it was measured with, for readers.
+    """
+
+    prefill: tuple[float, ...]
+    decode: tuple[float, ...]
+    engine: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode"):
+            values = getattr(self, name)
+            if len(values) != 3 or min(values) < 0 or not sum(values) > 0:
+                raise ConfigError(f"profile.{name}: must be three numbers of at least 0, not all 0, got {values!r}")

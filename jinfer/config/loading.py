@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
-from jinfer.config.device import DeviceConfig
+from jinfer.config.device import DeviceConfig, ProfileConfig
 from jinfer.config.engine import EngineConfig, LayoutConfig
 from jinfer.config.model import ModelConfig
 from jinfer.config.workload import WorkloadConfig
@@ -19,7 +19,7 @@ from jinfer.errors import ConfigError
 
 # Where the files of a class live below the configs directory.
 _FOLDERS: dict[type, str] = {EngineConfig: "engine", LayoutConfig: "layouts", ModelConfig: "models",
-                             DeviceConfig: "devices", WorkloadConfig: "workloads"}
+                             DeviceConfig: "devices", ProfileConfig: "profiles", WorkloadConfig: "workloads"}
 
 
 def configs_dir() -> Path:

@@ -1,0 +1,1 @@
+"""The production scheduler and page accounting in virtual time. Nothing here imports JAX."""

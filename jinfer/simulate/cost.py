@@ -1,0 +1,85 @@
+"""What a step takes: the interface of step-time models, the measured one, and the link that pages move over."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+from jinfer.config.device import ProfileConfig
+from jinfer.scheduler.plan import Chunk, DecodeRow, StepPlan
+
+
+class StepTime(Protocol):
+    """Seconds of the calls of a step (plan.roofline.Roofline, Measured)."""
+
+    def prefill(self, chunks: Sequence[Chunk]) -> float: ...
+
+    def decode(self, rows: Sequence[DecodeRow], steps: int) -> float: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """Step times by the coefficients of a profile (scripts/profile_engine.py)."""
+
+    profile: ProfileConfig
+
+    def prefill(self, chunks: Sequence[Chunk]) -> float:
+        constant, token, position = self.profile.prefill
+        tokens = sum(chunk.length for chunk in chunks)
+        attended = sum((2 * chunk.start + chunk.length + 1) * chunk.length // 2 for chunk in chunks)
+        return constant + token * tokens + position * attended
+
+    def decode(self, rows: Sequence[DecodeRow], steps: int) -> float:
+        constant, each, position = self.profile.decode
+        seen = sum([row.position for row in rows]) + (steps + 1) / 2 * len(rows)
+        return steps * (constant + each * len(rows) + position * seen)
+
+
+@dataclasses.dataclass(slots=True)
+class Link:
+    """Copies of pages between device and host memory, in two directions of their own, beside the computation.
+
+    Pages that come in are on their way from dispatch on, while the step before computes; the step that needs them
+    waits for the rest. Pages that go out are copied aside when their step begins, and leave while it computes; the
+    next step that sends some waits until they are gone, since there is one place to put them aside.
+
+    Attributes:
+      page_bytes: of a page on a device, by group. rate: bytes a second, one way. network: between engines.
+      copy: bytes a second of copies within device memory (read and written).
+      overlap: else the device waits for every copy.
+    """
+
+    page_bytes: tuple[int, ...]
+    rate: float
+    network: float
+    copy: float
+    overlap: bool = True
+    _in_free: float = 0.0
+    _out_free: float = 0.0
+
+    def start(self, plan: StepPlan, now: float, free: float) -> tuple[float, float]:
+        """(when the device can begin to compute, seconds of that its moves have cost).
+
+        Args:
+          now: when the plan is dispatched. free: when the device is done with the step before.
+        """
+        begin = max(now, free)
+        if not (plan.outs or plan.ins or plan.copies or plan.received):
+            return begin, 0.0
+        start, size = begin, self.page_bytes
+        out = sum(size[move.group] for move in plan.outs)
+        if out:
+            start = max(start, self._out_free) + 2 * out / self.copy
+            self._out_free = start + out / self.rate
+            if not self.overlap:
+                start = self._out_free
+        coming = sum(size[move.group] for move in plan.ins)
+        if coming:
+            self._in_free = max(now if self.overlap else start, self._in_free) + coming / self.rate
+            start = max(start, self._in_free)
+        start += 2 * sum(size[move.group] for move in plan.copies) / self.copy
+        return start, start - begin
+
+    def bytes(self, plan: StepPlan) -> tuple[int, int]:
+        """(to the host, from the host) on one device."""
+        size = self.page_bytes
+        return sum(size[move.group] for move in plan.outs), sum(size[move.group] for move in plan.ins)

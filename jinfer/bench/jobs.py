@@ -34,6 +34,9 @@ class Prompt(Sequence[int]):
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: int | slice) -> int | list[int]:
         if isinstance(index, slice):
+            if len(self._names) == 1 and index.step is None:
+                start, stop, _ = index.indices(self._total)
+                return [self._names[0]] * (stop - start)
             start, stop, step = index.indices(self._total)
             tokens = self._run(start, stop)
             return tokens if step == 1 else [self[i] for i in range(start, stop, step)]

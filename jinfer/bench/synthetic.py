@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,21 +19,31 @@ from jinfer.errors import ConfigError
 DEFAULT_REQUESTS = 1000
 
 
-def load_workload(source: str | Path, **values: object) -> tuple[WorkloadConfig, list[Job]]:
+def load_workload(source: str | Path, *, speed: float | None = None,
+                  **values: int | float | None) -> tuple[WorkloadConfig, list[Job]]:
     """A workload file, the name of one that comes with jinfer, or a trace itself (csv, jsonl).
 
-    values: fields of WorkloadConfig in place of the file's; `rate` is that of the arrivals where there is no trace.
+    Args:
+      speed: how many times as fast as the workload says it is sent.
+      values: fields of WorkloadConfig in place of the file's; None is no value. `rate` is that of the arrivals where
+        there is no trace.
     """
     path = Path(source)
-    given = {name: value for name, value in values.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    if speed is not None and not 0.0 < speed < float("inf"):
+        raise ConfigError(f"speed: must be positive, got {speed!r}")
     if path.suffix in (".csv", ".jsonl"):
-        config = WorkloadConfig(trace=str(path), **given)  # type: ignore[arg-type]
-        return config, make_jobs(config)
-    config = load_config(WorkloadConfig, source)
-    if "rate" in given and config.trace is None:
-        given["arrivals"] = dataclasses.replace(config.arrivals, rate=given.pop("rate"))
-    config = dataclasses.replace(config, **given)  # type: ignore[arg-type]
-    return config, make_jobs(config, path.parent)
+        config, folder = WorkloadConfig(trace=str(path), **given), Path()
+    else:
+        config, folder = load_config(WorkloadConfig, source), path.parent
+        if "rate" in given and config.trace is None:
+            given["arrivals"] = dataclasses.replace(config.arrivals, rate=given.pop("rate"))
+        config = dataclasses.replace(config, **given)
+    jobs = make_jobs(config, folder)
+    if speed is not None:
+        for job in jobs:
+            job.time /= speed
+    return config, jobs
 
 
 def make_jobs(config: WorkloadConfig, folder: Path = Path()) -> list[Job]:

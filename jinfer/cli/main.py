@@ -11,6 +11,8 @@ from jinfer.cli.chat import chat
 from jinfer.cli.convert import convert
 from jinfer.cli.generate import generate
 from jinfer.cli.inspect import inspect
+from jinfer.cli.plan import plan
+from jinfer.cli.simulate import simulate
 from jinfer.errors import JinferError
 
 app = typer.Typer(name="jinfer", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -22,6 +24,8 @@ app.command()(chat)
 app.command()(batch)
 app.command()(convert)
 app.command()(inspect)
+app.command()(simulate)
+app.add_typer(plan, name="plan")
 
 
 def _version(wanted: bool) -> None:

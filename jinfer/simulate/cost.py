@@ -6,6 +6,7 @@ from typing import Protocol
 
 from jinfer.config.device import ProfileConfig
 from jinfer.scheduler.plan import Chunk, DecodeRow, StepPlan
+from jinfer.scheduler.step_time import attended_positions
 
 
 class StepTime(Protocol):
@@ -18,19 +19,19 @@ class StepTime(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """Step times by the coefficients of a profile (scripts/profile_engine.py)."""
+    """Step times by the coefficients of a profile (scripts/profile_engine.py), terms as of scheduler.StepTime."""
 
     profile: ProfileConfig
 
     def prefill(self, chunks: Sequence[Chunk]) -> float:
         constant, token, position = self.profile.prefill
         tokens = sum(chunk.length for chunk in chunks)
-        attended = sum((2 * chunk.start + chunk.length + 1) * chunk.length // 2 for chunk in chunks)
+        attended = sum(attended_positions(chunk.length, chunk.start) for chunk in chunks)
         return constant + token * tokens + position * attended
 
     def decode(self, rows: Sequence[DecodeRow], steps: int) -> float:
         constant, each, position = self.profile.decode
-        seen = sum([row.position for row in rows]) + (steps + 1) / 2 * len(rows)
+        seen = sum([row.position for row in rows]) + (steps - 1) / 2 * len(rows)
         return steps * (constant + each * len(rows) + position * seen)
 
 

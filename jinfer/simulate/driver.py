@@ -65,15 +65,20 @@ class Simulator:
     """
 
     def __init__(self, scheduler: Scheduler, cost: StepTime, link: Link, *, host_seconds: float = 0.0,
-                 stall: float = 0.2):
-        """stall: seconds; longer gaps between tokens are counted by their cause."""
+                 stall: float = 0.2, cache: bool = True, ranks: int = 1):
+        """Args:
+          host_seconds: that the host takes for a step.
+          stall: seconds; longer gaps between tokens are counted by their cause.
+          cache: requests may use the prefix cache. ranks: devices, each with its part of every page.
+        """
         self.scheduler = scheduler
         self.recorder = Recorder(stall)
         self._cost, self._link, self._host = cost, link, host_seconds
+        self._cache, self._ranks = cache, ranks
         self._tracks: dict[Request, Track] = {}
         self._params: dict[int, SamplingParams] = {}
         self._events: list[tuple[float, int, Job | Sent]] = []  # a heap: jobs to come, jobs to be cancelled
-        self._count = 0
+        self._count = self._groups = 0
         self._waiting_for: dict[Job, list[Job]] = {}
         self._collected = NAN  # when the last step's tokens were known
         pools = scheduler.pages.pools
@@ -82,6 +87,7 @@ class Simulator:
     def run(self, jobs: Iterable[Job]) -> Recorder:
         """Sends the jobs at their times and returns what happened; a simulator runs once."""
         for job in jobs:
+            self._groups = max(self._groups, job.group + 1)
             if job.after is None:
                 self._at(job.time, job)
             else:
@@ -136,13 +142,14 @@ class Simulator:
 
     def _send(self, job: Job, arrival: float) -> None:
         scheduler, prompt = self.scheduler, len(job.prompt)
+        service = job.service if self._cache else dataclasses.replace(job.service, cache=False)
         params = self._params.get(job.declared)
         if params is None:
             params = self._params[job.declared] = SamplingParams(max_tokens=job.declared)
         limit = max(prompt, position_limit(prompt, job.declared, scheduler.max_context))
         sent = Sent(job, arrival, [], [])
         requests = [Request(str(self._count), i, job.prompt, params, limit, arrival=arrival,  # type: ignore[arg-type]
-                            service=job.service) for i in range(job.n)]
+                            service=service) for i in range(job.n)]
         if job.n > 1:
             for request in requests:
                 request.siblings = requests
@@ -170,8 +177,10 @@ class Simulator:
         start, moving = self._link.start(plan, now, free)
         if plan.outs or plan.ins:
             out, coming = self._link.bytes(plan)
-            recorder.swapped_out += out
-            recorder.swapped_in += coming
+            recorder.swapped_out += out * self._ranks
+            recorder.swapped_in += coming * self._ranks
+            for moved in filter(None, (out, coming)):
+                self.scheduler.observe_swap(moved * self._ranks, moved / self._link.rate)
         loaded = {(move.group, move.page) for move in plan.ins}
         for chunk in plan.chunks:
             recorder.prefill_tokens += chunk.length
@@ -203,8 +212,9 @@ class Simulator:
         """Takes the tokens of a step. The loop over rows is all that a token costs, so it calls as little as it can."""
         scheduler, tracks, recorder, plan = self.scheduler, self._tracks, self.recorder, step.plan
         append, lookup = scheduler.append, tracks.get
-        shared = now - self._collected  # gap of every row that got a token in the step before
-        equal: dict[int, int] = {}
+        before = self._collected
+        shared = now - before  # gap of every row that got a token in the step before
+        equal = [0] * self._groups
         done: list[Track] = []
         sampled = 0
         for chunk in plan.chunks:
@@ -222,27 +232,31 @@ class Simulator:
                 track = lookup(request)
                 if track is None:  # it ended after it was planned
                     continue
-                gap = now - track.last
-                if gap == shared:
+                if track.last == before:
                     append(request, track.token)
                     track.last = now
-                    if gap > track.worst:
-                        track.worst = gap
-                    group = track.group
-                    equal[group] = equal.get(group, 0) + 1
-                    track.left -= 1
+                    if shared > track.worst:
+                        track.worst = shared
+                    equal[track.group] += 1
+                    left = track.left = track.left - 1
+                    if not left:
+                        done.append(track)
                 else:
+                    sampled += 1
                     self._take(track, 1, now, step)
-                if not track.left:
-                    done.append(track)
+                    if not track.left:
+                        done.append(track)
         else:
             for row in plan.rows:
                 track = lookup(row.request)
                 if track is not None:
+                    sampled += min(plan.steps, track.left)
                     self._take(track, min(plan.steps, track.left), now, step)
                     if not track.left:
                         done.append(track)
-        for group, count in equal.items():
+        for group, count in enumerate(equal):
+            if not count:
+                continue
             sampled += count
             recorder.gap(now, shared, count, group)
             if shared > recorder.stall:
@@ -252,8 +266,10 @@ class Simulator:
         scheduler.collected(plan)
         scheduler.observe(plan, step.prefill, step.decode)
         self._collected = now
-        pools = scheduler.pages.pools
-        held, cached = sum([pool.held for pool in pools]), sum([pool.cached for pool in pools])
+        held = cached = 0
+        for pool in scheduler.pages.pools:
+            held += pool.held
+            cached += pool.cached
         recorder.step(now, sum([chunk.length for chunk in plan.chunks]), len(plan.rows), sampled, scheduler.running,
                       scheduler.waiting, (held / self._pages, cached / self._pages))
 

@@ -1,17 +1,24 @@
 """Machine: a model on devices that need not be here: step times, pools sized as the engine sizes them, links."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Self
 
+from jinfer.bench.jobs import Job
 from jinfer.config.device import DeviceConfig, ProfileConfig
 from jinfer.config.engine import EngineConfig
 from jinfer.config.model import ModelConfig
 from jinfer.config.resolve import resolve
 from jinfer.errors import ConfigError
-from jinfer.kv import Demand, pool_pages
-from jinfer.kv.groups import page_groups
+from jinfer.kv import Demand, PagePool, pool_pages
+from jinfer.kv.cost import SwapCost
+from jinfer.kv.host import HostTier
 from jinfer.plan.roofline import Roofline, Shard
+from jinfer.scheduler import Scheduler
+from jinfer.scheduler.policy import find_policy
 from jinfer.simulate.cost import Link, Measured, StepTime
+from jinfer.simulate.driver import Simulator
+from jinfer.simulate.recorder import Recorder
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,5 +76,24 @@ class Machine:
         return Link(self.shard.page, self.device.host_link * share.link, self.device.network * share.interconnect,
                     self.device.bandwidth * share.bandwidth, overlap)
 
-    def windows(self) -> tuple[int | None, ...]:
-        return tuple(group.window for group in page_groups(self.model.layer_kinds))
+    def scheduler(self) -> Scheduler:
+        """A production scheduler with empty pools, built as the engine builds its own."""
+        config = self.config
+        pools = [PagePool(count, config.page_size, window)
+                 for count, window in zip(self.pages, self.demand.windows, strict=True)]
+        together = [size * self.shard.ranks for size in self.shard.page]
+        budget = int(config.host_kv_gb * 2**30)
+        return Scheduler(
+            pools, max_rows=config.max_rows, max_context=self.max_context, prefill_tokens=config.prefill_tokens,
+            max_chunks=self.demand.max_chunks, decode_steps=config.decode_steps, decode_rows=config.decode_rows,
+            step_tokens=config.step_tokens, itl_target=config.itl_target,
+            policy=find_policy(config.policy, config.ageing), reserving=config.admission == "reserving",
+            max_preemptions=config.max_preemptions, max_waiting=config.max_waiting,
+            host=HostTier(budget, together) if budget else None,
+            swap_cost=SwapCost(self.device.host_link * self.device.efficiency.link * self.shard.ranks))
+
+    def simulate(self, jobs: Iterable[Job], *, stall: float = 0.2, overlap: bool = True) -> Recorder:
+        """Sends the jobs to one engine and returns what happened. stall, overlap: see Simulator, Link."""
+        simulator = Simulator(self.scheduler(), self.cost, self.link(overlap), host_seconds=self.device.host_seconds,
+                              stall=stall, cache=self.config.prefix_cache, ranks=self.shard.ranks)
+        return simulator.run(jobs)

@@ -168,6 +168,7 @@ def _drawn(config: WorkloadConfig, draw: Draw, folder: Path) -> Iterator[Job]:
                 time = pauses.exponential(chat.think)
             job = draw.job(time, text, output(), next(names), job)
             names = itertools.count(job.name + config.n)  # the other choices' texts have names too
+            yield job
 
 
 def _clock(config: ArrivalConfig, rng: np.random.Generator) -> Iterator[float]:

@@ -39,7 +39,8 @@ class ClassReport:
       jobs: sent. finished, rejected, overloaded, timeout, cancelled: how they ended.
       ttft, queue, e2e: by request. itl: by gap between tokens, of all requests. request_itl: by request, the mean of
         its gaps (time per output token).
-      goodput: share of the jobs sent that finished within their targets; goodput_rate: those a second.
+      goodput: share of the jobs that finished within their targets, of those nobody cancelled; goodput_rate: those a
+        second.
       strict: share that finished with every gap, not only the mean, within the target.
     """
 
@@ -162,7 +163,7 @@ def _class(recorder: Recorder, name: str, jobs: np.ndarray, gaps: np.ndarray, ta
     ttft, itl, worst = column("ttft"), np.nan_to_num(column("itl")), column("worst")
     prompt = finished & ~(np.nan_to_num(ttft) > ttft_target)  # an output of no token is in time
     good, strict = prompt & (itl <= itl_target), prompt & (worst <= itl_target)
-    total = len(outcome)
+    total, served = len(outcome), len(outcome) - count[Outcome.CANCELLED]
     return ClassReport(
         name=name, jobs=total, finished=count[Outcome.FINISHED], rejected=count[Outcome.REJECTED],
         overloaded=count[Outcome.OVERLOADED], timeout=count[Outcome.TIMEOUT], cancelled=count[Outcome.CANCELLED],
@@ -170,8 +171,8 @@ def _class(recorder: Recorder, name: str, jobs: np.ndarray, gaps: np.ndarray, ta
         ttft=_quantiles(ttft), queue=_quantiles(column("queue")),
         itl=_quantiles(np.asarray(recorder.gaps.gap)[gaps], np.asarray(recorder.gaps.count)[gaps]),
         request_itl=_quantiles(column("itl")), e2e=_quantiles(column("e2e")[finished]),
-        goodput=_per(int(good.sum()), total), goodput_rate=_per(int(good.sum()), seconds),
-        strict=_per(int(strict.sum()), total))
+        goodput=_per(int(good.sum()), served), goodput_rate=_per(int(good.sum()), seconds),
+        strict=_per(int(strict.sum()), served))
 
 
 def weighted_quantiles(values: np.ndarray, weights: np.ndarray, at: tuple[float, ...]) -> list[float]:

@@ -1,0 +1,177 @@
+"""The loop in virtual time, against arithmetic by hand, counts by brute force, and conservation."""
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from jinfer.bench.jobs import Prompt
+from jinfer.bench.synthetic import make_jobs
+from jinfer.config.service import ServiceParams
+from jinfer.config.workload import ArrivalConfig, ChatConfig, ClassConfig, LengthConfig, SharingConfig, WorkloadConfig
+from jinfer.simulate.recorder import Cause, Outcome
+from jinfer.simulate.report import Targets, make_report
+from tests.simulate.build import S, job, simulator
+
+
+def busy_workload(requests=300, rate=40.0, **values):
+    return make_jobs(WorkloadConfig(**{
+        "requests": requests, "arrivals": ArrivalConfig(rate=rate), "output": LengthConfig(kind="uniform", low=1, high=60),
+        "prompt": LengthConfig(kind="lognormal", mean=60, sigma=1.0, most=700), **values}))
+
+
+def test_nothing_here_imports_jax():
+    code = ("import jinfer.simulate.machine, jinfer.simulate.report, jinfer.simulate.html, jinfer.simulate.table, "
+            "jinfer.plan.capacity, jinfer.bench.synthetic, jinfer.cli.simulate, jinfer.cli.plan, sys; "
+            "print('jax' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_one_request_takes_its_prefill_and_its_decode_steps():
+    sim = simulator(host_seconds=1e-3)
+    report = make_report(sim.run([job(5.0, 100, 4)]))
+    # chunks of 64 and 36 tokens, back to back: the host has planned the second while the first ran
+    assert report.all.ttft.p50 == pytest.approx(1e-3 + 100e-3)
+    assert report.all.queue.p50 == pytest.approx(1e-3)
+    assert report.all.itl.p50 == report.all.itl.most == pytest.approx(10e-3)
+    assert report.all.e2e.p50 == pytest.approx(1e-3 + 100e-3 + 3 * 10e-3)
+    assert report.all.output_tokens == 4
+
+
+def test_a_host_slower_than_the_device_sets_the_pace():
+    report = make_report(simulator(host_seconds=15e-3).run([job(0.0, 10, 4)]))
+    assert report.all.itl.p50 == pytest.approx(15e-3)
+
+
+def test_the_second_waits_for_the_only_row():
+    sim = simulator(rows=1)
+    recorder = sim.run([job(0.0, 50, 3, name=1), job(0.0, 50, 3, name=2)])
+    first, second = recorder.jobs.ttft
+    assert first == pytest.approx(50e-3)
+    # The row is free once the last token of the first is known, which ends a step after it is planned for: prefill
+    # 50, two decode steps of 10; then its own prefill.
+    assert recorder.jobs.queue[1] == pytest.approx(50e-3 + 2 * 10e-3)
+    assert second == pytest.approx(50e-3 + 2 * 10e-3 + 50e-3)
+
+
+def test_a_prefill_beside_decode_stretches_the_gap_and_is_its_cause():
+    sim = simulator(stall=30e-3)
+    recorder = sim.run([job(0.0, 10, 20, name=1), job(0.05, 60, 1, name=2)])
+    assert recorder.stalls == {Cause.PREFILL: 1}
+    assert max(recorder.gaps.gap) == pytest.approx(70e-3)
+
+
+def test_tokens_of_several_decode_steps_come_together():
+    report = make_report(simulator(decode_steps=4).run([job(0.0, 10, 9)]))
+    assert (report.all.itl.p50, report.all.itl.most) == (0.0, pytest.approx(40e-3))
+    assert report.all.output_tokens == 9
+    assert report.all.request_itl.p50 == pytest.approx(10e-3)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"pages": 80}, {"pages": 80, "host": True}, {"decode_steps": 4}, {"rows": 3, "prefill_tokens": 32},
+    {"windows": (None, 40), "pages": 100}, {"cache": False}])
+def test_every_request_ends_once_with_its_tokens(options):
+    jobs = busy_workload(declared_factor=2.0, sharing=SharingConfig(groups=3, length=LengthConfig(value=40), share=0.5))
+    if options.pop("host", False):
+        from jinfer.kv.host import HostTier
+        options["host"] = HostTier(200_000, (1000,))
+    sim = simulator(context=1024, **options)
+    recorder = sim.run(jobs)
+    assert list(recorder.jobs.outcome) == [Outcome.FINISHED] * len(jobs)
+    assert sum(recorder.jobs.tokens) == sum(job.output for job in jobs) == sum(recorder.steps.tokens)
+    assert sorted(recorder.jobs.arrival) == [job.time for job in jobs]
+    assert sum(recorder.gaps.count) == sum(job.output - 1 for job in jobs)
+    assert not sim.scheduler.has_work
+    sim.scheduler.check()
+    if "pages" in options:
+        assert recorder.preemptions > 0
+        assert recorder.recomputed > 0
+    if "host" in options:
+        assert recorder.swapped_out > 0
+        assert recorder.swapped_in > 0
+
+
+def test_virtual_time_is_deterministic():
+    runs = [simulator(pages=90, context=1024).run(busy_workload()) for _ in range(2)]
+    assert runs[0].jobs.ttft == runs[1].jobs.ttft
+    assert runs[0].gaps == runs[1].gaps
+    assert runs[0].steps == runs[1].steps
+
+
+def test_all_ways_to_end():
+    jobs = busy_workload(400, 200.0, classes=(ClassConfig(cancel=0.3, cancel_after=1.0, timeout=1.5),))
+    jobs += [job(0.0, 5000, 3, name=10**6)]
+    sim = simulator(max_waiting=60, context=1024)
+    recorder = sim.run(jobs)
+    counts = Counter(recorder.jobs.outcome)
+    assert sum(counts.values()) == len(jobs)
+    assert all(counts[kind] for kind in Outcome)
+    report = make_report(recorder, targets=Targets(ttft=0.5))
+    assert 0 < report.all.goodput < report.all.finished / (len(jobs) - report.all.cancelled)
+    assert not sim.scheduler.has_work
+    sim.scheduler.check()
+
+
+def test_who_is_late_is_ended_at_the_next_step():
+    sim = simulator()
+    recorder = sim.run([job(0.0, 10, 1000, service=ServiceParams(timeout=0.1))])
+    assert recorder.jobs.outcome[0] == Outcome.TIMEOUT
+    assert 0.1 <= recorder.jobs.e2e[0] <= 0.12
+
+
+def test_later_turns_come_after_the_answer():
+    config = WorkloadConfig(requests=3, prompt=LengthConfig(value=64), output=LengthConfig(value=5),
+                            chat=ChatConfig(turns=LengthConfig(value=3), message=LengthConfig(value=11), think=2.0))
+    jobs = make_jobs(config)
+    recorder = simulator().run(jobs)
+    ends = [a + e for a, e in zip(recorder.jobs.arrival, recorder.jobs.e2e, strict=True)]
+    assert list(recorder.jobs.arrival[1:]) == pytest.approx([end + job.time for end, job in zip(ends, jobs[1:], strict=False)])
+    # what was said is found again, in whole pages: 64 of 80, 80 of 96 (the last token of an answer is never fed)
+    assert recorder.saved == 64 + 80
+    assert recorder.asked == 64 + 80 + 96
+
+
+def test_hit_rate_is_what_an_infinite_pool_finds():
+    config = WorkloadConfig(requests=200, arrivals=ArrivalConfig(rate=2.0), prompt=LengthConfig(kind="uniform", low=1, high=90),
+                            output=LengthConfig(value=2),
+                            sharing=SharingConfig(groups=5, length=LengthConfig(kind="uniform", low=20, high=200)))
+    jobs = make_jobs(config)
+    recorder = simulator(pages=2**16).run(jobs)
+    seen, found = set(), 0
+    for one in jobs:  # they do not overlap: one is done before the next comes
+        tokens = one.prompt[:]
+        hit = 0
+        while (hit + 1) * S < len(tokens) and tuple(tokens[:(hit + 1) * S]) in seen:
+            hit += 1
+        found += hit * S
+        seen.update(tuple(tokens[:n * S]) for n in range(1, len(tokens) // S + 1))
+    assert found > 0
+    assert recorder.saved == found
+    assert recorder.asked == sum(len(one.prompt) for one in jobs)
+
+
+def test_choices_share_their_prompt():
+    sim = simulator()
+    recorder = sim.run([job(0.0, 100, 6, n=3)])
+    assert list(recorder.jobs.tokens) == [18]
+    assert recorder.prefill_tokens < 2 * 100
+    assert not sim.scheduler.has_work
+
+
+def test_an_output_of_nothing_only_reads_the_prompt():
+    recorder = simulator().run([job(0.0, 70, 0)])
+    assert (recorder.jobs.outcome[0], recorder.jobs.tokens[0]) == (Outcome.FINISHED, 0)
+    assert recorder.jobs.e2e[0] == pytest.approx(70e-3)
+    assert make_report(recorder, targets=Targets(ttft=1e-9)).all.goodput == 1.0
+
+
+def test_prompts_are_never_written_out():
+    text = Prompt((7,), (4000,), 4000)
+    one = job(0.0, 4000, 3)
+    one.prompt = text
+    sim = simulator()
+    sim.run([one])
+    assert one.prompt is text

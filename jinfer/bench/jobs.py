@@ -66,6 +66,9 @@ class Prompt(Sequence[int]):
         return tokens
 
 
+_SERVICE = ServiceParams()
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Job:
     """Attributes:
@@ -83,7 +86,7 @@ class Job:
     name: int
     declared: int
     n: int = 1
-    service: ServiceParams = ServiceParams()
+    service: ServiceParams = _SERVICE
     group: int = 0
     cancel_after: float | None = None
     after: "Job | None" = None

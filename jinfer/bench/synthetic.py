@@ -71,25 +71,7 @@ class Draw:
 
     def lengths(self, config: LengthConfig, folder: Path, field: str) -> Callable[[], int]:
         """A function that draws one number after the other."""
-        rng = self.generator()
-        match config.kind:
-            case "constant":
-                value = config.value
-                def draw() -> float:
-                    return value  # type: ignore[return-value]
-            case "uniform":
-                low, high = config.low, config.high
-                def draw() -> float:
-                    return rng.integers(low, high, endpoint=True)  # type: ignore[arg-type]
-            case "lognormal":
-                assert config.mean is not None
-                mu = np.log(config.mean) - config.sigma**2 / 2
-                def draw() -> float:
-                    return rng.lognormal(mu, config.sigma)
-            case "empirical":
-                values = _column(folder, config, field)
-                def draw() -> float:
-                    return values[rng.integers(len(values))]
+        draw = _sampler(config, self.generator(), folder, field)
         least, most = config.least, float("inf") if config.most is None else config.most
         return lambda: int(min(max(round(draw()), least), most))
 
@@ -107,6 +89,23 @@ class Draw:
         elif config.declared_factor is not None:
             declared = max(output, round(output * config.declared_factor))
         return Job(time, prompt, output, name, declared, config.n, self._services[group], group, cancel_after, after)
+
+
+def _sampler(config: LengthConfig, rng: np.random.Generator, folder: Path, field: str) -> Callable[[], float]:
+    match config.kind:
+        case "constant":
+            value = config.value or 0
+            return lambda: value
+        case "uniform":
+            low, high = config.low or 0, config.high or 0
+            return lambda: float(rng.integers(low, high, endpoint=True))
+        case "lognormal":
+            assert config.mean is not None
+            mu = np.log(config.mean) - config.sigma**2 / 2
+            return lambda: rng.lognormal(mu, config.sigma)
+        case "empirical":
+            values = _column(folder, config, field)
+            return lambda: values[rng.integers(len(values))]
 
 
 def _service(config: ClassConfig) -> ServiceParams:
@@ -191,7 +190,8 @@ def _column(folder: Path, config: LengthConfig, field: str) -> list[int]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{field}.file: {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{field}.file: {path}: cannot be read: {reason}") from None
     values = []
     for number, row in enumerate(rows, 2):
         if config.column not in row:

@@ -30,7 +30,8 @@ plan = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Plan for d
 
 Rate = Annotated[float, typer.Option(help="Mean requests a second, of all replicas together.")]
 Ttft = Annotated[float | None, typer.Option(metavar="SECONDS", help="Target for the first token.")]
-Itl = Annotated[float | None, typer.Option(metavar="SECONDS", help="Target for the mean time between a request's tokens.")]
+Itl = Annotated[float | None, typer.Option(
+    metavar="SECONDS", help="Target for the mean time between a request's tokens.")]
 Goodput = Annotated[float, typer.Option(help="Share of the requests that must meet the targets.")]
 Devices = Annotated[list[int] | None, typer.Option(
     min=1, help="Devices of one engine, tensor parallel (default: 1). Repeatable: the cheapest is looked for.")]
@@ -96,7 +97,8 @@ def capacity(workload: Workload, rate: Rate, model: ModelName = "llama-3.1-8b", 
 
 def _describe(point: "Point") -> str:
     s = point.setting
-    return f"{s.replicas} x {s.devices} devices, {s.rows} rows, chunks of {s.chunk}: {'meets' if point.meets else 'fails'}"
+    verdict = "meets" if point.meets else "fails"
+    return f"{s.replicas} x {s.devices} devices, {s.rows} rows, chunks of {s.chunk}: {verdict}"
 
 
 def _print(found: "Plan", title: str, goodput: float) -> None:
@@ -105,14 +107,16 @@ def _print(found: "Plan", title: str, goodput: float) -> None:
     console.print(_table(found, title))
     answer = found.answer
     if answer is None or answer.report is None:
-        problems = list(dict.fromkeys(point.problem for point in found.points if point.problem))
+        problems = [point.problem for point in found.points if point.problem]
+        problems += [f"{point.report.all.rejected:,} of {point.report.all.jobs:,} requests can never fit"
+                     for point in found.points if point.report and point.report.all.rejected]
         console.print(f"nothing tried reaches a goodput of {goodput:.1%}" + (f": {problems[0]}" if problems else ""),
                       soft_wrap=True)
         return
     s, row = answer.setting, answer.report.all
     console.print(
-        f"{s.replicas} replicas of {s.devices} devices ({s.cost} in all), max_rows={s.rows}, prefill_tokens={s.chunk}: "
-        f"goodput {row.goodput:.2%}. It holds {found.headroom:.2f} times the load, and needs {found.least_pages:.0%} of "
+        f"{s.replicas} engines of {s.devices} devices ({s.cost} in all), max_rows={s.rows}, "
+        f"prefill_tokens={s.chunk}: goodput {row.goodput:.2%}. It holds {found.headroom:.2f} times the load, and needs {found.least_pages:.0%} of "
         f"its KV pages.", soft_wrap=True)
 
 

@@ -16,13 +16,16 @@ Workload = Annotated[str, typer.Option(
     "--workload", "-w", metavar="NAME|FILE",
     help="A workload file (YAML, or the name of one that comes with jinfer), or a trace: Azure's csv, Mooncake's or "
          "ShareGPT's jsonl.")]
-ModelName = Annotated[str, typer.Option("--model", "-m", metavar="NAME|FILE",
-                                        help="A model's configuration: the name of one in configs/models, or a YAML file.")]
+ModelName = Annotated[str, typer.Option(
+    "--model", "-m", metavar="NAME|FILE",
+    help="A model's configuration: the name of one in configs/models, or a YAML file.")]
 Device = Annotated[str, typer.Option("--device", "-d", metavar="NAME|FILE",
                                      help="A device: the name of one in configs/devices, or a YAML file.")]
-Devices = Annotated[int | None, typer.Option(min=1, help="Devices of one engine, tensor parallel (default: the layout's).")]
+Devices = Annotated[int | None, typer.Option(
+    min=1, help="Devices of one engine, tensor parallel (default: the layout's).")]
 DeviceSet = Annotated[list[str] | None, typer.Option(
-    "--device-set", metavar="KEY=VALUE", help="Override one value of the device, e.g. efficiency.compute=0.4. Repeatable.")]
+    "--device-set", metavar="KEY=VALUE",
+    help="Override one value of the device, e.g. efficiency.compute=0.4. Repeatable.")]
 Profile = Annotated[str | None, typer.Option(
     "--profile", metavar="FILE", help="Step times measured by scripts/profile_engine.py, in place of the roofline.")]
 Policy = Annotated[str | None, typer.Option(help="In which order requests are served; as --set policy=...")]

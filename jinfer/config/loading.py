@@ -31,7 +31,7 @@ def configs_dir() -> Path:
 
 
 def config_names(folder: str) -> list[str]:
-    """Names `--config` and `layout:` accept, from the YAML files of `folder` (engine, layouts, models, devices, workloads)."""
+    """Names the options accept, from the YAML files of `folder` (engine, layouts, models, devices, workloads)."""
     return sorted(path.stem for path in (configs_dir() / folder).glob("*.yaml"))
 
 

@@ -140,10 +140,10 @@ class CapacitySearch:
             else:
                 low, count = count, min(2 * count, most)
         if guess:  # a better configuration than those before: most often there is none
-            point = self.try_point(dataclasses.replace(setting, replicas=count - 1)) if count > 1 else None
-            if point is None or not point.meets:
+            fewer = self.try_point(dataclasses.replace(setting, replicas=count - 1)) if count > 1 else None
+            if fewer is None or not fewer.meets:
                 return found
-            found, count = point, count - 1
+            found, count = fewer, count - 1
         while count - low > 1:
             middle = (low + count) // 2
             point = self.try_point(dataclasses.replace(setting, replicas=middle))

@@ -2,6 +2,7 @@
 
 import html
 import io
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +101,7 @@ def _gap_quantiles(recorder: Recorder, edges: np.ndarray) -> list[list[float]]:
     bounds = np.searchsorted(time, edges)
     bounds[-1] = len(time)
     columns: list[list[float]] = [[], [], []]
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in itertools.pairwise(bounds):
         marks = [float("nan")] * 3
         if stop > start:
             marks = weighted_quantiles(1e3 * gap[start:stop], count[start:stop], (0.99, 0.95, 0.5))

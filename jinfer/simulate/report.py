@@ -190,10 +190,10 @@ def _quantiles(values: np.ndarray, weights: np.ndarray | None = None) -> Quantil
         return Quantiles(None, None, None, None, None)
     if weights is None:
         marks = [float(x) for x in np.quantile(values, (0.5, 0.95, 0.99))]
-        return Quantiles(*marks, float(values.mean()), float(values.max()))
+        return Quantiles(marks[0], marks[1], marks[2], float(values.mean()), float(values.max()))
     weights = weights[known]
     marks = weighted_quantiles(values, weights, (0.5, 0.95, 0.99))
-    return Quantiles(*marks, float(np.average(values, weights=weights)), float(values.max()))
+    return Quantiles(marks[0], marks[1], marks[2], float(np.average(values, weights=weights)), float(values.max()))
 
 
 def _or(targets: np.ndarray, default: float | None) -> np.ndarray:

@@ -10,6 +10,7 @@ from jinfer.bench.jobs import Prompt
 from jinfer.bench.synthetic import make_jobs
 from jinfer.config.service import ServiceParams
 from jinfer.config.workload import ArrivalConfig, ChatConfig, ClassConfig, LengthConfig, SharingConfig, WorkloadConfig
+from jinfer.kv.host import HostTier
 from jinfer.simulate.recorder import Cause, Outcome
 from jinfer.simulate.report import Targets, make_report
 from tests.simulate.build import S, job, simulator
@@ -71,14 +72,29 @@ def test_tokens_of_several_decode_steps_come_together():
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"pages": 80}, {"pages": 80, "host": True}, {"decode_steps": 4}, {"rows": 3, "prefill_tokens": 32},
-    {"windows": (None, 40), "pages": 100}, {"cache": False}])
+    {}, {"decode_steps": 4}, {"rows": 3, "prefill_tokens": 32}, {"windows": (None, 40)}, {"cache": False}])
 def test_every_request_ends_once_with_its_tokens(options):
     jobs = busy_workload(declared_factor=2.0, sharing=SharingConfig(groups=3, length=LengthConfig(value=40), share=0.5))
-    if options.pop("host", False):
-        from jinfer.kv.host import HostTier
-        options["host"] = HostTier(200_000, (1000,))
-    sim = simulator(context=1024, **options)
+    check_conservation(jobs, simulator(context=1024, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"host": 100_000}, {"windows": (None, 40)}])
+def test_every_request_ends_once_with_its_tokens_though_pages_are_short(options):
+    """Requests that take far less than they declare make admission bold, and then come others that do not."""
+    jobs = [job(0.1 * i, 40, 2, name=i, declared=200) for i in range(100)]
+    jobs += [job(10.0 + 0.01 * i, 40, 200, name=100 + i, declared=200) for i in range(30)]
+    if "host" in options:
+        options = {"host": HostTier(options["host"], (1000,))}
+    sim = simulator(pages=80, rows=32, context=1024, **options)
+    recorder = check_conservation(jobs, sim)
+    assert recorder.preemptions > 0
+    assert recorder.recomputed > 0
+    assert recorder.evictions > 0
+    assert recorder.stalls[Cause.PREEMPTION] + recorder.stalls[Cause.SWAP_IN] > 0
+    assert (recorder.swapped_in > 0) == (recorder.returned_swapped > 0) == ("host" in options)
+
+
+def check_conservation(jobs, sim):
     recorder = sim.run(jobs)
     assert list(recorder.jobs.outcome) == [Outcome.FINISHED] * len(jobs)
     assert sum(recorder.jobs.tokens) == sum(job.output for job in jobs) == sum(recorder.steps.tokens)
@@ -86,12 +102,7 @@ def test_every_request_ends_once_with_its_tokens(options):
     assert sum(recorder.gaps.count) == sum(job.output - 1 for job in jobs)
     assert not sim.scheduler.has_work
     sim.scheduler.check()
-    if "pages" in options:
-        assert recorder.preemptions > 0
-        assert recorder.recomputed > 0
-    if "host" in options:
-        assert recorder.swapped_out > 0
-        assert recorder.swapped_in > 0
+    return recorder
 
 
 def test_virtual_time_is_deterministic():

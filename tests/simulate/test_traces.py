@@ -1,5 +1,6 @@
 """Trace readers and prompts made of runs."""
 
+import itertools
 import json
 
 import pytest
@@ -97,7 +98,7 @@ def test_arrival_processes():
         return [job.time for job in jobs]
 
     def variation(times):
-        gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+        gaps = [b - a for a, b in itertools.pairwise(times)]
         mean = sum(gaps) / len(gaps)
         return mean, (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 / mean
 

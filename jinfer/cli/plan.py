@@ -116,8 +116,8 @@ def _print(found: "Plan", title: str, goodput: float) -> None:
     s, row = answer.setting, answer.report.all
     console.print(
         f"{s.replicas} engines of {s.devices} devices ({s.cost} in all), max_rows={s.rows}, "
-        f"prefill_tokens={s.chunk}: goodput {row.goodput:.2%}. It holds {found.headroom:.2f} times the load, and needs {found.least_pages:.0%} of "
-        f"its KV pages.", soft_wrap=True)
+        f"prefill_tokens={s.chunk}: goodput {row.goodput:.2%}. They hold {found.headroom:.2f} times the load, and need "
+        f"{found.least_pages:.0%} of their KV pages.", soft_wrap=True)
 
 
 def _table(found: "Plan", title: str) -> "Table":

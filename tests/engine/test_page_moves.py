@@ -290,7 +290,7 @@ def test_a_request_goes_on_after_its_pages_were_away(engines, name, overrides):
     prompt, params = list(range(3, 17)), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     engine.submit(prompt, params)
     want = next(iter(drain(engine)[0].values())).completions[0].token_ids
-    runner, deltas = engine._runner, []
+    runner, deltas = engine.workers[0].runner, []
     assert move_keys(runner.catalog) == [Key("copy", COPIES)]
     assert not {key.kind for key in runner.catalog._compiled} & {"copy", "gather", "scatter"}
     assert not any(watcher._threads for watcher in runner.host._watchers.values())

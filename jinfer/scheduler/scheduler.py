@@ -11,11 +11,12 @@ from jinfer.kv.cost import SwapCost
 from jinfer.kv.host import HostTier
 from jinfer.kv.pool import PagePool
 from jinfer.scheduler.estimate import OutputEstimate
-from jinfer.scheduler.pages import Found, RequestPages
+from jinfer.scheduler.pages import RequestPages
 from jinfer.scheduler.plan import Chunk, DecodeRow, NewPage, StepPlan
 from jinfer.scheduler.policy import Candidate, Policy, Snapshot, priority
 from jinfer.scheduler.queue import RequestQueue
 from jinfer.scheduler.request import FinishReason, Request, Status
+from jinfer.scheduler.sharing import Found
 from jinfer.scheduler.step_time import StepTime, attended_positions
 
 LEAST_CHUNK = 32  # tokens a step prefills whatever its time budget: prompts must move on
@@ -196,7 +197,7 @@ class Scheduler:
         self._context = context
         plan = StepPlan(tuple(chunks), tuple(rows), steps, *self.pages.moves())
         for chunk in chunks:  # not before: who finds these blocks must be in a later plan
-            self.pages.publish(chunk.request, (chunk.start + chunk.length) // self.pages.page_size)
+            self.pages.sharing.publish(chunk.request, (chunk.start + chunk.length) // self.pages.page_size)
         if chunks or rows:
             self._in_flight += 1
         return plan
@@ -210,7 +211,7 @@ class Scheduler:
         outputs.extend(tokens)
         # The last token may never have been fed; all before it were.
         if length > (request.blocks + 1) * self.pages.page_size and request.slot:
-            self.pages.publish(request, (length - 1) // self.pages.page_size)
+            self.pages.sharing.publish(request, (length - 1) // self.pages.page_size)
 
     def collected(self, plan: StepPlan) -> None:
         """The results of a dispatched plan are in, and appended."""
@@ -265,7 +266,7 @@ class Scheduler:
             return
         self.withdraw(request)
         if not request.service.cache:
-            self.pages.forget(request)
+            self.pages.sharing.forget(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
         request.given = None
@@ -294,7 +295,7 @@ class Scheduler:
 
     def unpin(self, pin: int) -> None:
         """Raises KeyError if there is no such pin."""
-        self.pages.unpin(pin)
+        self.pages.pins.remove(pin)
 
     def unfilled(self) -> list[int]:
         """Positions of each page group in the pages of active requests that are not computed yet. O(rows)."""
@@ -364,14 +365,14 @@ class Scheduler:
         """Waiting requests in the order in which they are to be admitted, the front of the queue only."""
         front, choose = list(self._queue.front), self.policy.choose
         views = [] if choose is None else [
-            self._candidate(request, self.pages.find(request, confirm=False).start) for request in front]
+            self._candidate(request, self.pages.sharing.find(request, confirm=False).start) for request in front]
         while front:
             chosen = 0
             if choose is not None and len(front) > 1:
                 chosen = choose(views, now)
                 del views[chosen]
             request = front.pop(chosen)
-            yield request, self.pages.find(request)
+            yield request, self.pages.sharing.find(request)
 
     def _admit_waiting(self, now: float, budget: int, chunks: list[Chunk]) -> None:
         """Admits as many as rows, pages and the budget of this step take."""
@@ -384,7 +385,7 @@ class Scheduler:
                 return
             if request.in_flight:  # tokens in flight are part of what has to be recomputed
                 return
-            if self.pages.waits(request, found):
+            if self.pages.sharing.waits(request, found):
                 continue
             if any(short > 0 for short in self._lacks(request, found)):
                 self._blocked = self._blockade(request)
@@ -419,7 +420,7 @@ class Scheduler:
         request.in_flight += 1
         if final:
             request.status = Status.RUNNING
-            request.ready = self.pages.step
+            request.ready = self.pages.sharing.step
             self._running += 1
         return length
 
@@ -451,8 +452,8 @@ class Scheduler:
         mine = head.service.priority
         if not self._classes or max(self._classes) <= mine or head.in_flight:
             return
-        found = self.pages.find(head)
-        if self.pages.waits(head, found):
+        found = self.pages.sharing.find(head)
+        if self.pages.sharing.waits(head, found):
             return
         short = self._lacks(head, found)
         if self._slots and all(lack <= 0 for lack in short):
@@ -465,7 +466,7 @@ class Scheduler:
             if self._slots and all(lack <= 0 for lack in self._lacks(head, found)):
                 break
             self._preempt(victim)
-            found = self.pages.find(head)
+            found = self.pages.sharing.find(head)
         if self._slots and all(lack <= 0 for lack in self._lacks(head, found)):
             self._admit(head, found)
 

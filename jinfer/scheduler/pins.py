@@ -1,0 +1,47 @@
+"""Pins: prefixes whose pages are never evicted."""
+
+from collections.abc import Sequence
+
+from jinfer.errors import CapacityError
+from jinfer.kv.pool import PagePool
+
+
+class Pins:
+    """Holds pages of the prefix index, each pin a reference to each of its pages."""
+
+    def __init__(self, pools: Sequence[PagePool]):
+        self._pools = tuple(pools)
+        self._pages: dict[int, Sequence[Sequence[int]]] = {}  # by pin, of each group
+        self._last = 0
+
+    def add(self, pages: Sequence[Sequence[int]], needs: Sequence[int]) -> int:
+        """Pins pages of each group.
+
+        Args:
+          needs: pages of each group that one request may need; they must not all be pinned.
+
+        Returns:
+          What `remove` takes.
+
+        Raises:
+          CapacityError: too little room would be left.
+        """
+        for g, (pool, need) in enumerate(zip(self._pools, needs, strict=True)):
+            pinned = len({page for pin in self._pages.values() for page in pin[g]}.union(pages[g]))
+            if pool.num_pages - 1 - pinned < need:
+                raise CapacityError("prefix", f"{pinned} of {pool.num_pages - 1} KV pages would be pinned, but a "
+                                              f"request may need {need}")
+        for pool, some in zip(self._pools, pages, strict=True):
+            pool.retain(some)
+        self._last += 1
+        self._pages[self._last] = pages
+        return self._last
+
+    def remove(self, pin: int) -> None:
+        """Raises KeyError if there is no such pin."""
+        for pool, pages in zip(self._pools, self._pages.pop(pin), strict=True):
+            pool.release(reversed(pages))
+
+    def held(self, g: int) -> list[int]:
+        """Pages of a group, as often as they are pinned."""
+        return [page for pin in self._pages.values() for page in pin[g]]

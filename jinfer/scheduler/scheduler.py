@@ -11,15 +11,15 @@ from jinfer.kv.cost import SwapCost
 from jinfer.kv.host import HostTier
 from jinfer.kv.pool import PagePool
 from jinfer.scheduler.estimate import OutputEstimate
+from jinfer.scheduler.pace import Pace
 from jinfer.scheduler.pages import RequestPages
 from jinfer.scheduler.plan import Chunk, DecodeRow, NewPage, StepPlan
 from jinfer.scheduler.policy import Candidate, Policy, Snapshot, priority
 from jinfer.scheduler.queue import RequestQueue
 from jinfer.scheduler.request import FinishReason, Request, Status
 from jinfer.scheduler.sharing import Found
-from jinfer.scheduler.step_time import StepTime, attended_positions
+from jinfer.scheduler.step_time import StepTime
 
-LEAST_CHUNK = 32  # tokens a step prefills whatever its time budget: prompts must move on
 RANK = attrgetter("rank")
 
 
@@ -74,17 +74,14 @@ class Scheduler:
         self.pages = RequestPages(pools, decode_steps, host)
         self.max_rows = max_rows
         self.max_context = max_context
-        self.prefill_tokens = prefill_tokens
         self.max_chunks = max_chunks
         self.decode_steps = decode_steps
         self.decode_rows = max_rows if decode_rows is None else min(decode_rows, max_rows)
-        self.step_tokens = step_tokens
-        self.itl_target = itl_target
+        self.pace = Pace(prefill_tokens, step_tokens, itl_target, step_time or StepTime())
         self.policy = policy or priority(60.0)
         self.max_preemptions = max_preemptions
         self.max_waiting = max_waiting
         self.estimate = OutputEstimate(reserving)
-        self.step_time = step_time or StepTime()
         self.swap_cost = swap_cost or SwapCost()
         self.draining = False
         self.preemptions = self.rejections = 0
@@ -95,9 +92,7 @@ class Scheduler:
         self._in_flight = 0  # plans dispatched and not collected
         self._order = 0
         self._running = 0  # active requests that decode
-        self._context = 0  # positions of the rows of the last plan
         self._classes: Counter[int] = Counter()  # of the active requests
-        self._targets: Counter[float] = Counter()  # seconds between tokens that active requests want
         self._timeouts: list[tuple[float, int, Request]] = []  # a heap
         self._blocked: tuple[Request | None, int, int] | None = None  # who found no room, and what must change first
 
@@ -165,10 +160,8 @@ class Scheduler:
         active, steps = self._active, self.decode_steps
         chunks: list[Chunk] = []
         rows: list[DecodeRow] = []
-        room = self.decode_rows if decode else 0
-        if self.step_tokens is not None:
-            room = min(room, max(1, self.step_tokens // steps))
-        budget = self._prefill_budget(min(room, self._running))
+        room = self.pace.decode_rows(self.decode_rows, steps) if decode else 0
+        budget = self.pace.prefill_budget(min(room, self._running), steps, active)
         context = i = 0
         while i < len(active):  # not a `for`: preemption shortens the list
             request = active[i]
@@ -194,7 +187,7 @@ class Scheduler:
                 budget -= length
         if admit and self._queue and self.preemptions == preemptions:  # who was just evicted must not come back at once
             self._admit_waiting(now, budget, chunks)
-        self._context = context
+        self.pace.context = context
         plan = StepPlan(tuple(chunks), tuple(rows), steps, *self.pages.moves())
         for chunk in chunks:  # not before: who finds these blocks must be in a later plan
             self.pages.sharing.publish(chunk.request, (chunk.start + chunk.length) // self.pages.page_size)
@@ -226,18 +219,12 @@ class Scheduler:
 
     def observe(self, plan: StepPlan, prefill_seconds: float | None, decode_seconds: float | None) -> None:
         """What the calls of a plan took on the device; None for one that was not made or not measured."""
-        if prefill_seconds is not None and plan.chunks:
-            tokens = sum(chunk.length for chunk in plan.chunks)
-            attended = sum(attended_positions(chunk.length, chunk.start) for chunk in plan.chunks)
-            self.step_time.observe_prefill(tokens, attended, prefill_seconds)
-        if decode_seconds is not None and plan.rows:
-            context = sum(row.position for row in plan.rows)
-            self.step_time.observe_decode(len(plan.rows), context, plan.steps, decode_seconds)
+        self.pace.observe(plan, prefill_seconds, decode_seconds)
 
     def observe_swap(self, moved: int, seconds: float) -> None:
         """So many bytes went to or came from the host tier in so many seconds."""
         self.swap_cost.observe(moved, seconds)
-        host, rate = self.pages.index.host, self.step_time.prefill_rate
+        host, rate = self.pages.index.host, self.pace.step_time.prefill_rate
         if host is not None and rate:
             blocks = self.max_context // self.pages.page_size // 2 + 1  # as many as a typical request may have
             worth = self.swap_cost.prefers_load(blocks * sum(host.page_bytes), blocks * self.pages.page_size / rate)
@@ -340,26 +327,12 @@ class Scheduler:
         """As long as this does not change, a request that found no room finds none."""
         return request, self.pages.returns, len(self._active)
 
-    def _prefill_budget(self, rows: int) -> int:
-        """Prompt tokens of a step in which so many rows decode."""
-        budget = self.prefill_tokens
-        if self.step_tokens is not None:
-            budget = min(budget, self.step_tokens - rows * self.decode_steps)
-        target = min(self._targets, default=None)
-        if self.itl_target is not None and (target is None or self.itl_target < target):
-            target = self.itl_target
-        if target is None or not rows or budget <= LEAST_CHUNK:
-            return max(0, budget)
-        left = target - self.step_time.decode_seconds(rows, self._context, self.decode_steps)
-        start = next((r.computed for r in self._active if r.status is Status.PREFILLING), 0)
-        return self.step_time.chunk_tokens(left, start, budget, LEAST_CHUNK)
-
     def _candidate(self, request: Request, cached: int) -> Candidate:
         """What a policy may know of a request."""
         service, prompt = request.service, len(request.prompt)
         due = None if service.ttft_target is None else request.arrival + service.ttft_target
         return Candidate(service.priority, request.arrival, due, prompt, request.max_position - prompt, cached,
-                         self.step_time.prefill_seconds(prompt, attended_positions(prompt, 0)))
+                         self.pace.prompt_seconds(prompt))
 
     def _lookup(self, now: float) -> Iterator[tuple[Request, Found]]:
         """Waiting requests in the order in which they are to be admitted, the front of the queue only."""
@@ -404,8 +377,7 @@ class Scheduler:
         request.joined = request.advanced = False
         insort(self._active, request, key=RANK)
         self._classes[request.service.priority] += 1
-        if request.service.itl_target is not None:
-            self._targets[request.service.itl_target] += 1
+        self.pace.join(request)
 
     def _chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
         """Plans the next chunk of a prefilling request; returns its length, 0 where no page is left for any."""
@@ -490,12 +462,7 @@ class Scheduler:
         heapq.heappush(self._slots, request.slot)
         request.slot = request.computed = 0
         request.status = Status.WAITING
-        _count_down(self._classes, request.service.priority)
-        if request.service.itl_target is not None:
-            _count_down(self._targets, request.service.itl_target)
-
-
-def _count_down[T](counts: Counter[T], key: T) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
+        self.pace.leave(request)
+        self._classes[request.service.priority] -= 1
+        if not self._classes[request.service.priority]:
+            del self._classes[request.service.priority]

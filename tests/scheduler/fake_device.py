@@ -251,7 +251,7 @@ class Loop:
 
     def _limits(self, plan: StepPlan) -> None:
         scheduler = self.scheduler
-        assert sum(chunk.length for chunk in plan.chunks) <= scheduler.prefill_tokens
+        assert sum(chunk.length for chunk in plan.chunks) <= scheduler.pace.prefill_tokens
         assert len(plan.chunks) <= scheduler.max_chunks
         planned = [part.request for part in (*plan.chunks, *plan.rows)]
         assert len({id(request) for request in planned}) == len(planned), "a request twice in a plan"
@@ -297,7 +297,7 @@ def most_steps(requests: Sequence[Request], scheduler: Scheduler) -> int:
     the making, whose owners move on meanwhile and are charged. Where pages of a window are short, a chunk is no more
     than one of them.
     """
-    bound, chunk = 2, scheduler.prefill_tokens
+    bound, chunk = 2, scheduler.pace.prefill_tokens
     if any(pool.window for pool in scheduler.pages.pools):
         chunk = min(chunk, scheduler.pages.page_size)
     for request in requests:

@@ -8,7 +8,6 @@ from typing import Literal
 from jinfer.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16"]
-POLICIES = ("fcfs", "priority", "deadline", "longest-prefix", "static")
 LOGICAL_AXES = ("vocab", "kv_heads", "ffn")  # query heads go with their kv heads
 
 
@@ -146,6 +145,9 @@ class EngineConfig:
         if self.decode_steps > self.page_size:
             raise ConfigError(f"decode_steps: {self.decode_steps} is more than page_size {self.page_size}; "
                               "a row takes at most one new page a dispatch")
+
+
+POLICIES = ("fcfs", "priority", "deadline", "longest-prefix", "static")
 
 
 def _is_path(policy: object) -> bool:

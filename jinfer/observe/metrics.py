@@ -184,7 +184,7 @@ class Metrics:
         unfilled = min(self.kv_unfilled, held)
         return {
             "weights": self.weight_bytes, "kv_held": held - unfilled, "kv_fragmentation": unfilled, "kv_cached": cached,
-            "kv_free": free, "kv_null": sum(self.page_bytes), "state": self.state_bytes,
+            "kv_free": free, "kv_null": sum(group.size for group in self.page_groups), "state": self.state_bytes,
             "workspace": self.workspace_bytes, "host_kv": self.host_kv_used,
             "host_kv_free": self.host_kv_bytes - self.host_kv_used}
 

@@ -68,6 +68,7 @@ def run_job(llm: "LLM", source: Path, target: Path, console: "Console", *, title
     """A batch file with a progress bar, and a summary table on the console when it is done, or stopped."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from jinfer.batch.partial import partial_path
     from jinfer.batch.runner import count_rows, run_file
     from jinfer.observe.report import Report, summary_table
     report, before, began = Report(), llm.metrics.snapshot(), time.monotonic()
@@ -87,6 +88,7 @@ def run_job(llm: "LLM", source: Path, target: Path, console: "Console", *, title
     console.print(summary_table(report.summary(llm.metrics.since(before), seconds, counts.failed), title))
     skipped = f", {counts.skipped:,} blank lines skipped" if counts.skipped else ""
     resumed = f", {counts.resumed:,} of them in an earlier run" if counts.resumed else ""
-    console.print(f"{target}: {counts.completed:,} answered, {counts.failed:,} failed{resumed}{skipped}", markup=False,
+    written = partial_path(target) if counts.stopped else target
+    console.print(f"{written}: {counts.completed:,} answered, {counts.failed:,} failed{resumed}{skipped}", markup=False,
                   soft_wrap=True)
     return counts

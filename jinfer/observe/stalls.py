@@ -6,6 +6,7 @@ from typing import Literal
 from jinfer.scheduler import Request, StepPlan
 
 FACTOR = 4.0  # times the usual gap
+LEAST = 0.02  # seconds: nobody notices a shorter gap
 KEPT = 256  # gaps the usual one is the median of
 REFRESH = 64  # gaps after which the median is taken anew; before the first time nothing is a stall
 
@@ -23,7 +24,7 @@ class StallMeter:
     """Tells stalls from other gaps, at the cost of a comparison a token.
 
     A gap is a stall when it is longer than the request's own target, or, where it has none, than FACTOR times the
-    running median of all gaps.
+    running median of all gaps and than LEAST.
 
     Attributes:
       threshold: seconds, for requests without a target.
@@ -41,5 +42,5 @@ class StallMeter:
         self._gaps.append(gap)
         self._seen += 1
         if self._seen % REFRESH == 0:
-            self.threshold = FACTOR * sorted(self._gaps)[len(self._gaps) // 2]
+            self.threshold = max(LEAST, FACTOR * sorted(self._gaps)[len(self._gaps) // 2])
         return gap > (self.threshold if target is None else target)

@@ -280,6 +280,7 @@ def test_a_signal_stops_a_batch_and_the_same_command_goes_on(jinfer, monkeypatch
     assert (status, out) == (1, "")
     err = " ".join(err.split())
     assert "stopping when the rows that run are done; once more stops at once" in err
+    assert re.search(r"out.jsonl.partial: \d+ answered", err)
     assert "the same command goes on from there" in err
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.partial"]
     assert jinfer("batch", DATA / "order40.jsonl", target, "--max-tokens", 3)[0] == 1  # not the same

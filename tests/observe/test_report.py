@@ -121,6 +121,10 @@ def test_stalls():
     for _ in range(400):  # the usual changes
         meter.stalled(0.1)
     assert not meter.stalled(0.3)
+    for _ in range(400):
+        meter.stalled(0.001)
+    assert not meter.stalled(0.019)
+    assert meter.stalled(0.021)
     metrics = Metrics()
     for cause in ("preemption", "prefill", "prefill", "other"):
         metrics.count_stall(cause)

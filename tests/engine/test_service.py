@@ -4,7 +4,7 @@ import pytest
 
 from jinfer.config import SamplingParams, ServiceParams
 from jinfer.errors import CapacityError, OverloadError, RequestError
-from tests.engines import drain, one, run
+from tests.engines import drain, one, run, short_of_pages
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -156,6 +156,27 @@ def test_a_pin_that_is_given_up_before_it_is_held(engine):
     assert outputs[name].completions[0].finish_reason == "cancelled"
     engine.submit([1], GREEDY, request_id=name)  # the name is free
     drain(engine)
+
+
+def test_the_engine_gives_no_request_the_name_of_a_pin(engine):
+    number = int(engine.submit([1], GREEDY).removeprefix("req-"))
+    name = engine.pin(fresh(231), request_id=f"req-{number + 1}")
+    finish(engine)
+    other = engine.submit([1], GREEDY)
+    assert list(finish(engine)) == [other] != [name]
+    engine.unpin(name)
+
+
+def test_what_preempted_requests_compute_again_is_counted(engine):
+    prompts = [[232 + i] * 30 for i in range(8)]
+    with short_of_pages(engine, 40):
+        outputs = run(engine, prompts, LONG)
+    change = since(engine)
+    assert sum(output.timing.preemptions for output in outputs) == change.preemptions > 0
+    assert 0 < change.recomputed_tokens <= 90 * change.preemptions
+    assert change.recomputed_tokens + change.restored_tokens >= 30 * change.preemptions
+    assert change.prefill_tokens == 240 + change.recomputed_tokens
+    assert all(output.cached_tokens == 0 for output in outputs)
 
 
 def test_stalls_are_told_by_what_went_on(engine):

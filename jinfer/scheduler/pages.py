@@ -143,6 +143,7 @@ class RequestPages:
             request.pages.append(table)
             request.gone.append(first)
             self.reserve.account(request, g, 1)
+        self.reserve.protected += request.protected
         if request.given is not None:
             count = pages_for(found.start, size)
             self._received.append(Received(request, tuple(tuple(table[:count]) for table in request.pages)))
@@ -161,9 +162,9 @@ class RequestPages:
             held, spare = len(request.pages[g]), self.reserve.spare(request, g)
             missing = pages_for(stop, size) - held
             others = self.reserve.wanting[g] - (self.reserve.owes_now(request, g) > 0)
-            if missing > spare - others:
+            if missing > max(0, spare - others):
                 least = pages_for(start + 1, size) - held
-                stop = min(stop, (held + min(missing, max(least, spare - others), spare)) * size)
+                stop = min(stop, (held + max(0, min(max(least, spare - others), spare))) * size)
         for g, _ in self._windows:
             missing = pages_for(stop, size) - len(request.pages[g])
             if missing > 0:
@@ -201,6 +202,7 @@ class RequestPages:
         for g, (pool, pages, gone) in enumerate(zip(self.pools, request.pages, request.gone, strict=True)):
             self.reserve.account(request, g, -1)
             pool.release(reversed(pages[gone:]))
+        self.reserve.protected -= request.protected
         self.sharing.leave(request)
         request.pages, request.gone, request.due = [], [], 0
 

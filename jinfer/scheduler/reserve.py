@@ -13,7 +13,7 @@ class Reserve:
     Attributes:
       caps: most pages a decoding row needs at once, of each group.
       owed: pages that active requests may still take. sure: of those, what protected ones may.
-      wanting: requests that may take another page.
+      wanting: requests that may take another page. protected: active requests that are.
     """
 
     def __init__(self, pools: Sequence[PagePool], caps: Sequence[int]):
@@ -21,6 +21,7 @@ class Reserve:
         self.owed = [0] * len(pools)
         self.sure = [0] * len(pools)
         self.wanting = [0] * len(pools)
+        self.protected = 0
         self._pools = tuple(pools)
 
     def account(self, request: Request, g: int, sign: int) -> None:
@@ -66,12 +67,13 @@ class Reserve:
         Who moves on with a window gives pages back and takes as many. What is kept for protected requests must not
         count on pages that then stay with another holder.
         """
-        return self._pools[g].window is not None and (self.sure[g] > 0 or request.protected)
+        return self._pools[g].window is not None and (self.protected > 0 or request.protected)
 
     def check(self, active: Sequence[Request]) -> None:
         """Asserts that the counts are right, and that what is kept is there."""
+        assert self.protected == sum(request.protected for request in active)
         for g, pool in enumerate(self._pools):
             assert self.owed[g] == sum(self.owes_now(r, g) for r in active)
             assert self.wanting[g] == sum(self.owes_now(r, g) > 0 for r in active)
             assert self.sure[g] == sum(self.owes_now(r, g) for r in active if r.protected)
-            assert self.sure[g] <= pool.available - (pool.shared if pool.window and self.sure[g] else 0)
+            assert self.sure[g] <= pool.available - (pool.shared if pool.window and self.protected else 0)

@@ -90,6 +90,7 @@ class Scheduler:
         self._active: list[Request] = []  # in order of rank
         self._slots = list(range(1, max_rows + 1))  # a heap: low slots first keep the rows dense
         self._in_flight = 0  # plans dispatched and not collected
+        self._stuck = False  # the last plan had nothing to compute
         self._order = 0
         self._running = 0  # active requests that decode
         self._classes: Counter[int] = Counter()  # of the active requests
@@ -191,7 +192,8 @@ class Scheduler:
         plan = StepPlan(tuple(chunks), tuple(rows), steps, *self.pages.moves())
         for chunk in chunks:  # not before: who finds these blocks must be in a later plan
             self.pages.sharing.publish(chunk.request, (chunk.start + chunk.length) // self.pages.page_size)
-        if chunks or rows:
+        self._stuck = plan.empty
+        if not plan.empty:
             self._in_flight += 1
         return plan
 
@@ -320,8 +322,10 @@ class Scheduler:
         advanced = sum(r.status is Status.RUNNING and r.advanced for r in self._active)
         prefilling = len(self._active) - self._running
         full = self._blocked is not None and self._blocked == self._blockade(self._queue.first)
-        return self.policy.phase(Snapshot(now, len(self._queue), prefilling, self._running, advanced, self.max_rows,
-                                          full))
+        phase = self.policy.phase(Snapshot(now, len(self._queue), prefilling, self._running, advanced, self.max_rows,
+                                           full))
+        # What is missing for a prompt that was begun, rows that stand still may hold.
+        return phase.admit, phase.decode or self._stuck
 
     def _blockade(self, request: Request | None) -> tuple[Request | None, int, int]:
         """As long as this does not change, a request that found no room finds none."""

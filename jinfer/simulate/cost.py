@@ -77,7 +77,10 @@ class Link:
         if coming:
             self._in_free = max(now if self.overlap else start, self._in_free) + coming / self.rate
             start = max(start, self._in_free)
-        start += 2 * sum(size[move.group] for move in plan.copies) / self.copy
+        written = sum(size[move.group] for move in plan.copies)
+        written += sum(each * sum(1 for page in pages if page) for received in plan.received
+                       for each, pages in zip(size, received.pages, strict=True))
+        start += 2 * written / self.copy
         return start, start - begin
 
     def bytes(self, plan: StepPlan) -> tuple[int, int]:

@@ -1,60 +1,28 @@
-"""Simulator: the engine's loop around the production scheduler, with a clock that jumps instead of a device."""
+"""Simulator: the engine's loop around production schedulers, with a clock that jumps instead of a device."""
 
 import dataclasses
 import gc
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jinfer.bench.jobs import Job
 from jinfer.config.sampling import SamplingParams
 from jinfer.errors import CapacityError, JinferError, OverloadError
-from jinfer.scheduler import Request, Scheduler, StepPlan, position_limit
-from jinfer.simulate.cost import Link, StepTime
+from jinfer.scheduler import FinishReason, Request, Status, StepPlan, position_limit
+from jinfer.scheduler.request import Given
 from jinfer.simulate.recorder import Cause, Outcome, Recorder
-
-NAN = float("nan")
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Track:
-    """What is known of a request beyond what the scheduler knows: its future, and its past.
-
-    Attributes:
-      left: tokens it will still sample. token: what they are. last: when it got one. first: when the first.
-      worst: longest gap. preemptions: of the request, when it last got a token. swapped: since then.
-    """
-
-    request: Request
-    sent: "Sent"
-    left: int
-    token: tuple[int]
-    group: int
-    last: float = NAN
-    first: float = NAN
-    scheduled: float = NAN
-    worst: float = 0.0
-    preemptions: int = 0
-    swapped: bool = False
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Sent:
-    """A job that was sent, and its choices that have not ended."""
-
-    job: Job
-    arrival: float
-    open: list[Track]
-    tracks: list[Track]
+from jinfer.simulate.track import Sent, Track
+from jinfer.simulate.worker import NAN, Dispatched, Host, Worker
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Dispatched:
-    plan: StepPlan
-    end: float
-    prefill: float | None
-    decode: float | None
-    moving: float
+class Transit:
+    """A request whose pages are on their way to another worker."""
+
+    track: Track
+    tokens: int
+    pages: int
 
 
 class Simulator:
@@ -62,27 +30,32 @@ class Simulator:
 
     The device works back to back; the host plans a step while the one before computes, so it learns everything one
     step late. Time passes on the host for planning, and on the device for moves, prefill and decode.
+
+    With workers that prefill and workers that decode a request begins at one of the former; when its first token is
+    known its pages go to the decode worker with the fewest pages, as Fleet does.
     """
 
-    def __init__(self, scheduler: Scheduler, cost: StepTime, link: Link, *, host_seconds: float = 0.0,
-                 stall: float = 0.2, cache: bool = True, ranks: int = 1):
+    def __init__(self, workers: Sequence[Worker], *, host_seconds: float = 0.0, stall: float = 0.2, cache: bool = True,
+                 ranks: int = 1, lockstep: bool = False):
         """Args:
           host_seconds: that the host takes for a step.
           stall: seconds; longer gaps between tokens are counted by their cause.
           cache: requests may use the prefix cache. ranks: devices, each with its part of every page.
+          lockstep: one loop for all workers, which waits for all their steps in each turn; else each has its own.
         """
-        self.scheduler = scheduler
+        self.workers = list(workers)
         self.recorder = Recorder(stall)
-        self._cost, self._link, self._host = cost, link, host_seconds
-        self._cache, self._ranks = cache, ranks
+        self._hosts = [Host(self.workers)] if lockstep else [Host([worker]) for worker in self.workers]
+        self._host_of = {worker: host for host in self._hosts for worker in host.workers}
+        self._entrances = [worker for worker in self.workers if worker.role != "decode"]
+        self._exits = [worker for worker in self.workers if worker.role == "decode"]
+        self._host_seconds, self._cache, self._ranks = host_seconds, cache, ranks
         self._tracks: dict[Request, Track] = {}
         self._params: dict[int, SamplingParams] = {}
-        self._events: list[tuple[float, int, Job | Sent]] = []  # a heap: jobs to come, jobs to be cancelled
+        self._events: list[tuple[float, int, Job | Sent | Transit]] = []  # a heap
         self._count = self._groups = 0
-        self._waiting_for: dict[Job, list[Job]] = {}
-        self._collected = NAN  # when the last step's tokens were known
-        pools = scheduler.pages.pools
-        self._pages = sum(pool.num_pages - 1 for pool in pools)
+        self._following: dict[Job, list[Job]] = {}
+        self._pages = sum(worker.pages for worker in self.workers)
 
     def run(self, jobs: Iterable[Job]) -> Recorder:
         """Sends the jobs at their times and returns what happened; a simulator runs once."""
@@ -91,7 +64,7 @@ class Simulator:
             if job.after is None:
                 self._at(job.time, job)
             else:
-                self._waiting_for.setdefault(job.after, []).append(job)
+                self._following.setdefault(job.after, []).append(job)
         enabled = gc.isenabled()
         gc.disable()  # nothing here is cyclic, and the collector would walk through every request again and again
         try:
@@ -99,63 +72,78 @@ class Simulator:
         finally:
             if enabled:
                 gc.enable()
-        self.recorder.preemptions = self.scheduler.preemptions
-        self.recorder.evictions = sum(pool.evictions for pool in self.scheduler.pages.pools)
+        self.recorder.preemptions = sum(worker.scheduler.preemptions for worker in self.workers)
+        self.recorder.evictions = sum(pool.evictions for worker in self.workers for pool in worker.scheduler.pages.pools)
         return self.recorder
 
     def _loop(self) -> None:
-        scheduler, events = self.scheduler, self._events
-        now = free = 0.0  # free: when the device is done with what was dispatched
-        pending: Dispatched | None = None
+        events, hosts = self._events, self._hosts
         while True:
-            while events and events[0][0] <= now:
-                self._happen(*heapq.heappop(events), now)
-            for request in scheduler.expired(now):
-                self._end(self._tracks[request], Outcome.TIMEOUT, now)
-            plan = scheduler.plan(now)
-            dispatched = None
-            if not plan.empty:
-                now += self._host
-                dispatched = self._dispatch(plan, now, free)
-                free = dispatched.end
-            if pending is not None:
-                now = max(now, pending.end)
-                self._collect(pending, now)
-            elif dispatched is None:
-                if not events:
-                    break
-                now = events[0][0]
-            pending = dispatched
+            host = hosts[0] if len(hosts) == 1 else min(hosts, key=lambda h: math.inf if h.wake is None else h.wake)
+            wake = host.wake
+            if events and (wake is None or events[0][0] <= wake):
+                time, _, what = heapq.heappop(events)
+                self._happen(what, time)
+            elif wake is not None:
+                self._turn(host, wake)
+            else:
+                break
         if self._tracks:
             raise JinferError(f"the scheduler plans nothing although {len(self._tracks)} requests wait")
 
-    def _at(self, time: float, what: Job | Sent) -> None:
+    def _turn(self, host: Host, now: float) -> None:
+        """Collects what was waited for, plans and dispatches, and says how long to wait."""
+        for worker in host.workers:
+            if worker.before is not None:
+                self._collect(worker, worker.before, now)
+        host.wake, started = None, now
+        for worker in host.workers:
+            for request in worker.scheduler.expired(now):
+                track = self._tracks.get(request)
+                if track is not None:
+                    self._end(track, Outcome.TIMEOUT, now)
+            plan = worker.scheduler.plan(now)
+            worker.before, worker.last = worker.last, None
+            if not plan.empty:
+                started += self._host_seconds
+                worker.last = self._dispatch(worker, plan, started)
+                host.wake = started
+        for worker in host.workers:
+            if worker.before is not None:
+                host.wake = max(started, host.wake or 0.0, worker.before.end)
+
+    def _at(self, time: float, what: Job | Sent | Transit) -> None:
         self._count += 1  # equal times keep their order
         heapq.heappush(self._events, (time, self._count, what))
 
-    def _happen(self, time: float, _: int, what: Job | Sent, now: float) -> None:
-        if isinstance(what, Sent):
-            for track in list(what.open):
-                self._end(track, Outcome.CANCELLED, now)
-        else:
-            self._send(what, time)
+    def _happen(self, what: Job | Sent | Transit, now: float) -> None:
+        match what:
+            case Job():
+                self._send(what, now)
+            case Sent():
+                for track in list(what.open):
+                    self._end(track, Outcome.CANCELLED, now)
+            case Transit():
+                self._arrive(what, now)
 
-    def _send(self, job: Job, arrival: float) -> None:
-        scheduler, prompt = self.scheduler, len(job.prompt)
+    def _send(self, job: Job, now: float) -> None:
+        worker = self._entrances[0]
+        if len(self._entrances) > 1:
+            worker = min(self._entrances, key=lambda w: w.scheduler.waiting + w.scheduler.running)
+        scheduler, prompt = worker.scheduler, len(job.prompt)
         service = job.service if self._cache else dataclasses.replace(job.service, cache=False)
         params = self._params.get(job.declared)
         if params is None:
             params = self._params[job.declared] = SamplingParams(max_tokens=job.declared)
         limit = max(prompt, position_limit(prompt, job.declared, scheduler.max_context))
-        sent = Sent(job, arrival, [], [])
-        requests = [Request(str(self._count), i, job.prompt, params, limit, arrival=arrival,  # type: ignore[arg-type]
+        sent = Sent(job, now)
+        requests = [Request(str(self._count), i, job.prompt, params, limit, arrival=now,  # type: ignore[arg-type]
                             service=service) for i in range(job.n)]
-        if job.n > 1:
-            for request in requests:
-                request.siblings = requests
         for request in requests:
-            output = min(job.output, limit - prompt)
-            sent.tracks.append(Track(request, sent, output, (job.name + request.index,), job.group))
+            if job.n > 1:
+                request.siblings = requests
+            sent.tracks.append(Track(request, sent, min(job.output, limit - prompt), (job.name + request.index,),
+                                     job.group, worker))
         added: list[Request] = []
         try:
             for request in requests:
@@ -164,34 +152,30 @@ class Simulator:
         except (CapacityError, OverloadError) as error:
             for request in added:
                 scheduler.finish(request, "cancelled")
-            outcome = Outcome.OVERLOADED if isinstance(error, OverloadError) else Outcome.REJECTED
-            self._record(sent, outcome, arrival)
+            self._record(sent, Outcome.OVERLOADED if isinstance(error, OverloadError) else Outcome.REJECTED, now)
             return
         sent.open = list(sent.tracks)
         self._tracks.update(zip(requests, sent.tracks, strict=True))
+        self._host_of[worker].rouse(now)
         if job.cancel_after is not None:
-            self._at(arrival + job.cancel_after, sent)
+            self._at(now + job.cancel_after, sent)
 
-    def _dispatch(self, plan: StepPlan, now: float, free: float) -> Dispatched:
-        recorder, tracks = self.recorder, self._tracks
-        start, moving = self._link.start(plan, now, free)
+    def _dispatch(self, worker: Worker, plan: StepPlan, now: float) -> Dispatched:
+        recorder = self.recorder
         if plan.outs or plan.ins:
-            out, coming = self._link.bytes(plan)
-            recorder.swapped_out += out * self._ranks
-            recorder.swapped_in += coming * self._ranks
-            for moved in filter(None, (out, coming)):
-                self.scheduler.observe_swap(moved * self._ranks, moved / self._link.rate)
+            for moved, name in zip(worker.link.bytes(plan), ("swapped_out", "swapped_in"), strict=True):
+                if moved:
+                    setattr(recorder, name, getattr(recorder, name) + moved * self._ranks)
+                    worker.scheduler.observe_swap(moved * self._ranks, moved / worker.link.rate)
         loaded = {(move.group, move.page) for move in plan.ins}
         for chunk in plan.chunks:
             recorder.prefill_tokens += chunk.length
             if chunk.joins:
-                self._joined(tracks[chunk.request], chunk.start, loaded, now)
-        prefill = self._cost.prefill(plan.chunks) if plan.chunks else None
-        decode = self._cost.decode(plan.rows, plan.steps) if plan.rows else None
-        computing = (prefill or 0.0) + (decode or 0.0)
-        recorder.busy += computing
-        recorder.moving += moving
-        return Dispatched(plan, start + computing, prefill, decode, moving)
+                self._joined(self._tracks[chunk.request], chunk.start, loaded, now)
+        step = worker.start(plan, now)
+        recorder.busy += ((step.prefill or 0.0) + (step.decode or 0.0)) / len(self.workers)
+        recorder.moving += step.moving / len(self.workers)
+        return step
 
     def _joined(self, track: Track, start: int, loaded: set[tuple[int, int]], now: float) -> None:
         """It begins to be computed, behind `start` positions that were found."""
@@ -201,6 +185,8 @@ class Simulator:
             recorder.saved += start
             recorder.asked += len(request.prompt)
             return
+        if request.given is not None:  # what another worker computed
+            return
         recorder.recomputed += request.length - start
         if loaded and any((g, page) in loaded for g, pages in enumerate(request.pages) for page in pages):
             track.swapped = True
@@ -208,75 +194,66 @@ class Simulator:
         elif 2 * start >= request.length:
             recorder.returned_cached += 1
 
-    def _collect(self, step: Dispatched, now: float) -> None:
+    def _collect(self, worker: Worker, step: Dispatched, now: float) -> None:
         """Takes the tokens of a step. The loop over rows is all that a token costs, so it calls as little as it can."""
-        scheduler, tracks, recorder, plan = self.scheduler, self._tracks, self.recorder, step.plan
+        scheduler, tracks, recorder, plan = worker.scheduler, self._tracks, self.recorder, step.plan
         append, lookup = scheduler.append, tracks.get
-        before = self._collected
+        before = worker.collected
         shared = now - before  # gap of every row that got a token in the step before
         equal = [0] * self._groups
         done: list[Track] = []
         sampled = 0
         for chunk in plan.chunks:
-            if chunk.final:
-                track = lookup(chunk.request)
-                if track is not None:
-                    if chunk.samples:
-                        sampled += 1
-                        self._take(track, 1, now, step)
-                    if not track.left:
-                        done.append(track)
-        if plan.steps == 1:
-            for row in plan.rows:
-                request = row.request
-                track = lookup(request)
-                if track is None:  # it ended after it was planned
-                    continue
-                if track.last == before:
-                    append(request, track.token)
-                    track.last = now
-                    if shared > track.worst:
-                        track.worst = shared
-                    equal[track.group] += 1
-                    left = track.left = track.left - 1
-                    if not left:
-                        done.append(track)
-                else:
+            track = lookup(chunk.request)
+            if track is not None and chunk.final:
+                if chunk.samples:
                     sampled += 1
                     self._take(track, 1, now, step)
-                    if not track.left:
-                        done.append(track)
-        else:
-            for row in plan.rows:
-                track = lookup(row.request)
-                if track is not None:
-                    sampled += min(plan.steps, track.left)
-                    self._take(track, min(plan.steps, track.left), now, step)
-                    if not track.left:
-                        done.append(track)
-        for group, count in enumerate(equal):
-            if not count:
+                if not track.left:
+                    done.append(track)
+        for row in plan.rows:
+            request = row.request
+            track = lookup(request)
+            if track is None:  # it ended after it was planned
                 continue
-            sampled += count
-            recorder.gap(now, shared, count, group)
-            if shared > recorder.stall:
-                recorder.stalls[self._cause(step, shared)] += count
+            if track.last == before and plan.steps == 1:
+                append(request, track.token)
+                track.last = now
+                if shared > track.worst:
+                    track.worst = shared
+                equal[track.group] += 1
+                track.left = left = track.left - 1
+            else:
+                count = min(plan.steps, track.left)
+                sampled += count
+                self._take(track, count, now, step)
+                left = track.left
+            if not left:
+                done.append(track)
+        for group, count in enumerate(equal):
+            if count:
+                sampled += count
+                recorder.gap(now, shared, count, group)
+                if shared > recorder.stall:
+                    recorder.stalls[self._cause(step, shared)] += count
         for track in done:
             self._end(track, Outcome.FINISHED, now)
         scheduler.collected(plan)
         scheduler.observe(plan, step.prefill, step.decode)
-        self._collected = now
-        held = cached = 0
-        for pool in scheduler.pages.pools:
-            held += pool.held
-            cached += pool.cached
-        recorder.step(now, sum([chunk.length for chunk in plan.chunks]), len(plan.rows), sampled, scheduler.running,
-                      scheduler.waiting, (held / self._pages, cached / self._pages))
+        worker.collected = now
+        if worker.role == "prefill" and self._exits:
+            self._hand_over(worker, plan, now)
+        running = waiting = held = cached = 0
+        for one in self.workers:
+            running, waiting = running + one.scheduler.running, waiting + one.scheduler.waiting
+            held, cached = held + one.held, cached + one.cached
+        recorder.step(now, sum([chunk.length for chunk in plan.chunks]), len(plan.rows), sampled, running, waiting,
+                      held / self._pages, cached / self._pages)
 
     def _take(self, track: Track, count: int, now: float, step: Dispatched) -> None:
         """Tokens of a row, with whatever came before the first of them; the others arrive with it."""
-        recorder, request = self.recorder, track.request
-        self.scheduler.append(request, track.token * count)
+        recorder, request, worker = self.recorder, track.request, track.worker
+        worker.scheduler.append(request, track.token * count)
         track.left -= count
         rest = count
         if math.isnan(track.first):
@@ -290,12 +267,14 @@ class Simulator:
             track.worst = max(track.worst, gap)
             if gap > recorder.stall:
                 cause = self._cause(step, gap)
-                if request.preemptions > track.preemptions:
+                if track.moved:
+                    cause = Cause.HAND_OVER
+                elif request.preemptions > track.preemptions:
                     cause = Cause.SWAP_IN if track.swapped else Cause.PREEMPTION
-                elif gap > 1.5 * (now - self._collected) and not math.isnan(self._collected):
+                elif track.last != worker.collected:
                     cause = Cause.PAUSED
                 recorder.stalls[cause] += 1
-        track.preemptions, track.swapped = request.preemptions, False
+        track.preemptions, track.swapped, track.moved = request.preemptions, False, False
         track.last = now
 
     def _cause(self, step: Dispatched, gap: float) -> Cause:
@@ -306,13 +285,36 @@ class Simulator:
                 return cause
         return max(parts, key=lambda cause: parts[cause])
 
+    def _hand_over(self, worker: Worker, plan: StepPlan, now: float) -> None:
+        """Prompts that have got their first token leave for a decode worker."""
+        for chunk in plan.chunks:
+            track = self._tracks.get(chunk.request)
+            if track is None or not chunk.samples or chunk.request.status is not Status.RUNNING:
+                continue
+            request = chunk.request
+            tokens, pages = request.computed, sum(1 for group in request.pages for page in group if page)
+            there, size = worker.send(request, now)
+            self.recorder.received += size * self._ranks
+            worker.scheduler.withdraw(request)
+            track.worker, track.moved = min(self._exits, key=lambda w: w.held + w.coming), True
+            track.worker.coming += pages
+            self._at(there, Transit(track, tokens, pages))
+
+    def _arrive(self, transit: Transit, now: float) -> None:
+        track = transit.track
+        track.worker.coming -= transit.pages
+        if track.request in self._tracks:
+            track.request.given = Given(transit.tokens, None)
+            track.worker.scheduler.add(track.request)
+            self._host_of[track.worker].rouse(now)
+
     def _end(self, track: Track, outcome: Outcome, now: float) -> None:
         """The one way a choice ends."""
         request, sent = track.request, track.sent
-        reason = {Outcome.TIMEOUT: "timeout", Outcome.CANCELLED: "cancelled"}.get(outcome)
-        if reason is None:
-            reason = "length" if request.length == request.max_position else "stop"
-        self.scheduler.finish(request, reason)  # type: ignore[arg-type]
+        reason: FinishReason = "length" if request.length == request.max_position else "stop"
+        if outcome is not Outcome.FINISHED:
+            reason = "timeout" if outcome is Outcome.TIMEOUT else "cancelled"
+        track.worker.scheduler.finish(request, reason)
         del self._tracks[request]
         sent.open.remove(track)
         if not sent.open:
@@ -326,5 +328,5 @@ class Simulator:
             e2e=now - sent.arrival, itl=(first.last - first.first) / gaps if gaps > 0 else NAN,
             worst=max(track.worst for track in sent.tracks),
             tokens=sum(len(track.request.outputs) for track in sent.tracks))
-        for following in self._waiting_for.pop(job, ()):
+        for following in self._following.pop(job, ()):
             self._at(now + following.time, following)

@@ -19,6 +19,7 @@ from jinfer.scheduler.policy import find_policy
 from jinfer.simulate.cost import Link, Measured, StepTime
 from jinfer.simulate.driver import Simulator
 from jinfer.simulate.recorder import Recorder
+from jinfer.simulate.worker import Worker
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,8 +77,8 @@ class Machine:
         return Link(self.shard.page, self.device.host_link * share.link, self.device.network * share.interconnect,
                     self.device.bandwidth * share.bandwidth, overlap)
 
-    def scheduler(self) -> Scheduler:
-        """A production scheduler with empty pools, built as the engine builds its own."""
+    def scheduler(self, decode_rows: int | None = None) -> Scheduler:
+        """A production scheduler with empty pools, built as the engine builds its own; 0 decode_rows only prefills."""
         config = self.config
         pools = [PagePool(count, config.page_size, window)
                  for count, window in zip(self.pages, self.demand.windows, strict=True)]
@@ -85,15 +86,29 @@ class Machine:
         budget = int(config.host_kv_gb * 2**30)
         return Scheduler(
             pools, max_rows=config.max_rows, max_context=self.max_context, prefill_tokens=config.prefill_tokens,
-            max_chunks=self.demand.max_chunks, decode_steps=config.decode_steps, decode_rows=config.decode_rows,
+            max_chunks=self.demand.max_chunks, decode_steps=config.decode_steps,
+            decode_rows=config.decode_rows if decode_rows is None else decode_rows,
             step_tokens=config.step_tokens, itl_target=config.itl_target,
             policy=find_policy(config.policy, config.ageing), reserving=config.admission == "reserving",
             max_preemptions=config.max_preemptions, max_waiting=config.max_waiting,
             host=HostTier(budget, together) if budget else None,
             swap_cost=SwapCost(self.device.host_link * self.device.efficiency.link * self.shard.ranks))
 
-    def simulate(self, jobs: Iterable[Job], *, stall: float = 0.2, overlap: bool = True) -> Recorder:
-        """Sends the jobs to one engine and returns what happened. stall, overlap: see Simulator, Link."""
-        simulator = Simulator(self.scheduler(), self.cost, self.link(overlap), host_seconds=self.device.host_seconds,
-                              stall=stall, cache=self.config.prefix_cache, ranks=self.shard.ranks)
+    def workers(self, prefill: int = 0, decode: int = 0, overlap: bool = True) -> list[Worker]:
+        """One engine, or so many that prefill and so many that decode."""
+        if not prefill and not decode:
+            return [Worker(self.scheduler(), self.cost, self.link(overlap))]
+        if not (prefill and decode):
+            raise ConfigError(f"prefill_engines: {prefill} with {decode} decode engines; give at least one of each")
+        return ([Worker(self.scheduler(0), self.cost, self.link(overlap), "prefill") for _ in range(prefill)]
+                + [Worker(self.scheduler(), self.cost, self.link(overlap), "decode") for _ in range(decode)])
+
+    def simulate(self, jobs: Iterable[Job], *, stall: float = 0.2, overlap: bool = True, prefill: int = 0,
+                 decode: int = 0, lockstep: bool = False) -> Recorder:
+        """Sends the jobs to one engine, or to a disaggregated one, and returns what happened.
+
+        stall, lockstep: see Simulator. overlap: see Link. prefill, decode: see workers.
+        """
+        simulator = Simulator(self.workers(prefill, decode, overlap), host_seconds=self.device.host_seconds, stall=stall,
+                              cache=self.config.prefix_cache, ranks=self.shard.ranks, lockstep=lockstep)
         return simulator.run(jobs)

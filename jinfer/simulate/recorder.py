@@ -4,7 +4,6 @@ import dataclasses
 import enum
 from array import array
 from collections import Counter
-from collections.abc import Sequence
 
 from jinfer.bench.jobs import Job
 
@@ -26,6 +25,7 @@ class Cause(enum.StrEnum):
     PREEMPTION = "preemption"
     SWAP_IN = "swap-in"
     MOVES = "page moves"
+    HAND_OVER = "hand-over"
     PAUSED = "paused"
     DECODE = "decode itself"
 
@@ -130,8 +130,8 @@ class Recorder:
         columns.itl_target.append(job.service.itl_target or float("nan"))
 
     def step(self, time: float, prefill: int, rows: int, tokens: int, running: int, waiting: int,
-             pages: Sequence[float]) -> None:
-        """pages: held and cached, shares of the pool."""
+             held: float, cached: float) -> None:
+        """held, cached: shares of the pool."""
         columns = self.steps
         columns.time.append(time)
         columns.prefill.append(prefill)
@@ -139,5 +139,5 @@ class Recorder:
         columns.tokens.append(tokens)
         columns.running.append(running)
         columns.waiting.append(waiting)
-        columns.held.append(pages[0])
-        columns.cached.append(pages[1])
+        columns.held.append(held)
+        columns.cached.append(cached)

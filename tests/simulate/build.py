@@ -8,6 +8,7 @@ from jinfer.kv import PagePool
 from jinfer.scheduler import Scheduler
 from jinfer.simulate.cost import Link
 from jinfer.simulate.driver import Simulator
+from jinfer.simulate.worker import Worker
 
 S = 16
 
@@ -32,9 +33,25 @@ def job(time, prompt, output, *, name=1, declared=None, service=None, **more):
 
 
 def simulator(*, pages=4096, rows=8, prefill_tokens=64, context=4096, host_seconds=0.0, stall=0.2, cache=True,
-              page_bytes=1000, link_rate=1e6, overlap=True, cost=None, windows=(None,), **options):
-    pools = [PagePool(pages, S, window) for window in windows]
-    scheduler = Scheduler(pools, max_rows=rows, max_context=context, prefill_tokens=prefill_tokens, max_chunks=rows,
-                          **options)
-    link = Link((page_bytes,) * len(pools), link_rate, link_rate, 1e12, overlap)
-    return Simulator(scheduler, cost or Fixed(), link, host_seconds=host_seconds, stall=stall, cache=cache)
+              page_bytes=1000, link_rate=1e6, overlap=True, cost=None, windows=(None,), prefill=0, decode=0,
+              lockstep=False, **options):
+    """One worker, or so many that prefill and so many that decode."""
+    def worker(role):
+        pools = [PagePool(pages, S, window) for window in windows]
+        limits = {"decode_rows": 0} if role == "prefill" else {}
+        scheduler = Scheduler(pools, max_rows=rows, max_context=context, prefill_tokens=prefill_tokens, max_chunks=rows,
+                              **limits, **options)
+        return Worker(scheduler, cost or Fixed(), Link((page_bytes,) * len(pools), link_rate, link_rate, 1e12, overlap),
+                      role)
+
+    roles = ["prefill"] * prefill + ["decode"] * decode or ["both"]
+    return Simulator([worker(role) for role in roles], host_seconds=host_seconds, stall=stall, cache=cache,
+                     lockstep=lockstep)
+
+
+def check_idle(sim):
+    """Nothing is left behind."""
+    for worker in sim.workers:
+        assert not worker.scheduler.has_work
+        assert not worker.coming
+        worker.scheduler.check()

@@ -13,7 +13,7 @@ from jinfer.config.workload import ArrivalConfig, ChatConfig, ClassConfig, Lengt
 from jinfer.kv.host import HostTier
 from jinfer.simulate.recorder import Cause, Outcome
 from jinfer.simulate.report import Targets, make_report
-from tests.simulate.build import S, job, simulator
+from tests.simulate.build import S, check_idle, job, simulator
 
 
 def busy_workload(requests=300, rate=40.0, **values):
@@ -100,8 +100,7 @@ def check_conservation(jobs, sim):
     assert sum(recorder.jobs.tokens) == sum(job.output for job in jobs) == sum(recorder.steps.tokens)
     assert sorted(recorder.jobs.arrival) == [job.time for job in jobs]
     assert sum(recorder.gaps.count) == sum(job.output - 1 for job in jobs)
-    assert not sim.scheduler.has_work
-    sim.scheduler.check()
+    check_idle(sim)
     return recorder
 
 
@@ -122,8 +121,7 @@ def test_all_ways_to_end():
     assert all(counts[kind] for kind in Outcome)
     report = make_report(recorder, targets=Targets(ttft=0.5))
     assert 0 < report.all.goodput < report.all.finished / (len(jobs) - report.all.cancelled)
-    assert not sim.scheduler.has_work
-    sim.scheduler.check()
+    check_idle(sim)
 
 
 def test_who_is_late_is_ended_at_the_next_step():
@@ -169,7 +167,7 @@ def test_choices_share_their_prompt():
     recorder = sim.run([job(0.0, 100, 6, n=3)])
     assert list(recorder.jobs.tokens) == [18]
     assert recorder.prefill_tokens < 2 * 100
-    assert not sim.scheduler.has_work
+    check_idle(sim)
 
 
 def test_an_output_of_nothing_only_reads_the_prompt():
@@ -186,3 +184,43 @@ def test_prompts_are_never_written_out():
     sim = simulator()
     sim.run([one])
     assert one.prompt is text
+
+
+def test_a_request_is_handed_over_with_its_pages():
+    sim = simulator(prefill=1, decode=1, page_bytes=1000, link_rate=1e6)
+    recorder = sim.run([job(0.0, 100, 4)])
+    assert recorder.jobs.ttft[0] == pytest.approx(100e-3)
+    # 7 pages of 1000 bytes at a million bytes a second, then a chunk of the first token, then decode steps
+    assert list(recorder.gaps.gap) == pytest.approx([7e-3 + 1e-3, 10e-3, 10e-3])
+    assert recorder.received == 7000
+    assert recorder.prefill_tokens == 101
+    assert recorder.jobs.tokens[0] == 4
+    check_idle(sim)
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize("options", [{}, {"windows": (None, 40)}, {"pages": 100, "rows": 32}])
+def test_disaggregated_requests_end_once_with_their_tokens(lockstep, options):
+    jobs = busy_workload(200, declared_factor=2.0, classes=(ClassConfig(cancel=0.1, cancel_after=0.5, timeout=8.0),), n=2,
+                         sharing=SharingConfig(groups=3, length=LengthConfig(value=40), share=0.5))
+    sim = simulator(prefill=2, decode=2, lockstep=lockstep, context=1024, **options)
+    recorder = sim.run(jobs)
+    finished = [i for i, outcome in enumerate(recorder.jobs.outcome) if outcome == Outcome.FINISHED]
+    by_arrival = {job.time: job for job in jobs}
+    assert len(recorder.jobs.outcome) == len(jobs)
+    assert 50 < len(finished) < len(jobs)
+    for i in finished:
+        assert recorder.jobs.tokens[i] == 2 * by_arrival[recorder.jobs.arrival[i]].output
+    assert recorder.received > 0
+    check_idle(sim)
+
+
+def test_workers_of_their_own_are_not_stretched_by_each_other():
+    jobs = [job(0.0, 10, 60, name=1), job(0.1, 640, 2, name=2)]
+
+    def longest(**options):
+        return max(simulator(stall=30e-3, **options).run(jobs).gaps.gap)
+
+    assert longest() == pytest.approx(74e-3)  # a chunk of 64 beside each step
+    assert longest(prefill=1, decode=1) < 35e-3
+    assert longest(prefill=1, decode=1, lockstep=True) == pytest.approx(64e-3, abs=5e-3)  # waits for the other's steps

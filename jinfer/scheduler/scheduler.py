@@ -253,7 +253,7 @@ class Scheduler:
         """
         if request.status is Status.FINISHED:
             return
-        self.withdraw(request)
+        self._take_out(request)
         if not request.service.cache:
             self.pages.sharing.forget(request)
         request.status = Status.FINISHED
@@ -267,7 +267,16 @@ class Scheduler:
         self.finish(request, reason)
 
     def withdraw(self, request: Request) -> None:
-        """Takes a request out, with all it knows: another scheduler may go on with it."""
+        """Takes a request out, with all it knows: another scheduler may go on with it.
+
+        Its pages will be those of another pool then, so the other choices of its prompt can share nothing with it.
+        """
+        self._take_out(request)
+        for other in request.siblings:
+            other.siblings = [choice for choice in other.siblings if choice is not request]
+        request.siblings = []
+
+    def _take_out(self, request: Request) -> None:
         if request.status is Status.WAITING:
             if request in self._queue:
                 self._queue.remove(request)

@@ -30,7 +30,7 @@ class Profiler:
 
     def watch(self, work: Callable[[], None]) -> None:
         """Runs `work`, which steps the engine, and keeps the calls made meanwhile."""
-        scheduler: Any = self.engine.workers[0].scheduler  # there is no public place where plans can be seen
+        scheduler: Any = self.engine.workers[0].scheduler
         collected, metrics = scheduler.collected, self.engine.metrics
         last = [metrics.prefill_seconds, metrics.decode_seconds]
 

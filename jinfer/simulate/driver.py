@@ -72,8 +72,9 @@ class Simulator:
         finally:
             if enabled:
                 gc.enable()
-        self.recorder.preemptions = sum(worker.scheduler.preemptions for worker in self.workers)
-        self.recorder.evictions = sum(pool.evictions for worker in self.workers for pool in worker.scheduler.pages.pools)
+        for worker in self.workers:
+            self.recorder.preemptions += worker.scheduler.preemptions
+            self.recorder.evictions += sum(pool.evictions for pool in worker.scheduler.pages.pools)
         return self.recorder
 
     def _loop(self) -> None:

@@ -109,6 +109,7 @@ class Machine:
 
         stall, lockstep: see Simulator. overlap: see Link. prefill, decode: see workers.
         """
-        simulator = Simulator(self.workers(prefill, decode, overlap), host_seconds=self.device.host_seconds, stall=stall,
-                              cache=self.config.prefix_cache, ranks=self.shard.ranks, lockstep=lockstep)
+        workers = self.workers(prefill, decode, overlap)
+        simulator = Simulator(workers, host_seconds=self.device.host_seconds, stall=stall, ranks=self.shard.ranks,
+                              cache=self.config.prefix_cache, lockstep=lockstep)
         return simulator.run(jobs)

@@ -40,7 +40,8 @@ Itl = Annotated[float | None, typer.Option(metavar="SECONDS",
                                            help="Target for the mean time between a request's tokens, for goodput.")]
 Stall = Annotated[float, typer.Option(metavar="SECONDS", help="A gap between tokens that counts as a stall.")]
 Overlap = Annotated[bool, typer.Option("--no-overlap", help="The device waits for every copy from and to the host.")]
-Prefill = Annotated[int, typer.Option("--prefill-engines", min=0, help="Engines that only prefill, for disaggregation.")]
+Prefill = Annotated[int, typer.Option(
+    "--prefill-engines", min=0, help="Engines that only prefill, for disaggregation.")]
 Decode = Annotated[int, typer.Option(
     "--decode-engines", min=0, help="Engines that decode what the others have prefilled.")]
 Lockstep = Annotated[bool, typer.Option(
@@ -53,8 +54,8 @@ def simulate(workload: Workload, model: ModelName = "llama-3.1-8b", device: Devi
              config: Config = None, set_: Set = None, device_set: DeviceSet = None, policy: Policy = None,
              profile: Profile = None, rate: Rate = None, speed: Speed = None, requests: Requests = None,
              limit: Limit = None, seed: Seed = None, ttft: Ttft = None, itl: Itl = None, stall: Stall = 0.2,
-             no_overlap: Overlap = False, prefill_engines: Prefill = 0,
-             decode_engines: Decode = 0, lockstep: Lockstep = False, html: Html = None, as_json: AsJson = False) -> None:
+             no_overlap: Overlap = False, prefill_engines: Prefill = 0, decode_engines: Decode = 0,
+             lockstep: Lockstep = False, html: Html = None, as_json: AsJson = False) -> None:
     """Simulate a workload on a model and a device: latencies, goodput, memory, preemptions.
 
     Example: jinfer simulate --workload chat --model llama-3.1-8b --device v6e --set max_rows=128 --ttft 1 --itl 0.05

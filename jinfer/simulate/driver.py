@@ -199,8 +199,8 @@ class Simulator:
         """Takes the tokens of a step. The loop over rows is all that a token costs, so it calls as little as it can."""
         scheduler, tracks, recorder, plan = worker.scheduler, self._tracks, self.recorder, step.plan
         append, lookup = scheduler.append, tracks.get
-        before = worker.collected
-        shared = now - before  # gap of every row that got a token in the step before
+        shared = now - worker.collected  # gap of every row that got a token in the step before
+        before = worker.collected if plan.steps == 1 else NAN  # equal to nothing: its tokens come at once
         equal = [0] * self._groups
         done: list[Track] = []
         sampled = 0
@@ -217,7 +217,7 @@ class Simulator:
             track = lookup(request)
             if track is None:  # it ended after it was planned
                 continue
-            if track.last == before and plan.steps == 1:
+            if track.last == before:
                 append(request, track.token)
                 track.last = now
                 if shared > track.worst:

@@ -5,36 +5,11 @@ import difflib
 from pathlib import Path
 from typing import Literal
 
+from jinfer.config.layout import DisaggregationConfig, LayoutConfig
 from jinfer.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16"]
-LOGICAL_AXES = ("vocab", "kv_heads", "ffn")  # query heads go with their kv heads
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutConfig:
-    """A mesh and the rules that map logical axes of arrays onto it.
-
-    Attributes:
-      mesh: mesh axis name -> number of devices. The product is the number of devices used.
-      rules: logical axis (vocab, kv_heads, ffn) -> mesh axis, or None to replicate. Axes not named
-        are replicated.
-    """
-
-    mesh: dict[str, int] = dataclasses.field(default_factory=lambda: {"tensor": 1})
-    rules: dict[str, str | None] = dataclasses.field(
-        default_factory=lambda: {"vocab": "tensor", "kv_heads": "tensor", "ffn": "tensor"})
-
-    def __post_init__(self) -> None:
-        for axis, size in self.mesh.items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ConfigError(f"layout.mesh.{axis}: must be a positive integer, got {size!r}")
-        for logical, target in self.rules.items():
-            if logical not in LOGICAL_AXES:
-                raise ConfigError(f"layout.rules.{logical}: not a logical axis; known: {', '.join(LOGICAL_AXES)}")
-            if target is not None and target not in self.mesh:
-                raise ConfigError(
-                    f"layout.rules.{logical}: mesh axis {target!r} is not one of {', '.join(self.mesh)}")
+POLICIES = ("fcfs", "priority", "deadline", "longest-prefix", "static")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +48,7 @@ class EngineConfig:
       compilation_cache: directory of the persistent compilation cache; None is
         `<user cache>/jinfer/xla`; the empty string switches it off.
       layout: mesh and sharding rules.
+      disaggregation: separate device groups for prefill and decode, in place of `layout`; None is one group for both.
     """
 
     dtype: DType = "auto"
@@ -103,6 +79,7 @@ class EngineConfig:
     forbid_compilation: bool = False
     compilation_cache: str | Path | None = None
     layout: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
+    disaggregation: DisaggregationConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "page_size", "prefill_tokens", "decode_steps", "max_stop_ids"):
@@ -145,9 +122,9 @@ class EngineConfig:
         if self.decode_steps > self.page_size:
             raise ConfigError(f"decode_steps: {self.decode_steps} is more than page_size {self.page_size}; "
                               "a row takes at most one new page a dispatch")
-
-
-POLICIES = ("fcfs", "priority", "deadline", "longest-prefix", "static")
+        if self.disaggregation is not None and self.layout != LayoutConfig():
+            raise ConfigError("layout: with disaggregation the meshes are disaggregation.prefill and .decode; "
+                              "leave layout out")
 
 
 def _is_path(policy: object) -> bool:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import yaml
 
 from jinfer.config.device import DeviceConfig, ProfileConfig
-from jinfer.config.engine import EngineConfig, LayoutConfig
+from jinfer.config.engine import EngineConfig
+from jinfer.config.layout import LayoutConfig
 from jinfer.config.model import ModelConfig
 from jinfer.config.workload import WorkloadConfig
 from jinfer.errors import ConfigError
@@ -111,7 +112,7 @@ def _assign(cls: type, tree: dict[str, Any], path: Sequence[str], value: Any, ke
     if len(path) == 1:
         tree[head] = value
         return
-    inner = hints[head]
+    inner = _not_none(hints[head])
     node = tree.get(head, _default(cls, head))
     if dataclasses.is_dataclass(inner) and isinstance(inner, type):
         node = _read(inner, node) if isinstance(node, str) else dict(node or {})
@@ -121,6 +122,12 @@ def _assign(cls: type, tree: dict[str, Any], path: Sequence[str], value: Any, ke
     else:
         raise ConfigError(f"{key}: {head} has no parts")
     tree[head] = node
+
+
+def _not_none(hint: Any) -> Any:
+    """T of `T | None`."""
+    options = [option for option in typing.get_args(hint) if option is not type(None)]
+    return options[0] if typing.get_origin(hint) is types.UnionType and len(options) == 1 else hint
 
 
 def _default(cls: type, name: str) -> Any:

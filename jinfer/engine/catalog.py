@@ -131,7 +131,8 @@ class ProgramCatalog:
             list(pool.map(one, keys))
         self.metrics.warmup_compilations += len(keys)
         self.metrics.warmup_seconds += time.perf_counter() - start
-        self.metrics.workspace_bytes = max(workspace_bytes(c) for c in self._compiled.values())
+        largest = max(workspace_bytes(c) for c in self._compiled.values())
+        self.metrics.workspace_bytes = max(self.metrics.workspace_bytes, largest)
         self.warm = True
 
     def workspace(self) -> int:

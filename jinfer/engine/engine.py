@@ -25,7 +25,7 @@ class Engine:
 
     Attributes:
       config, model_config, tokenizer: what it was built from. max_context: longest sequence, tokens.
-      metrics: counters, updated in place. workers: the device groups it drives. draining: it takes no more requests.
+      metrics: counters, updated in place. draining: it takes no more requests.
     """
 
     def __init__(self, model: str | Path, config: EngineConfig | None = None, *,
@@ -46,11 +46,10 @@ class Engine:
         self.max_context = parts.admission.max_context
         self.metrics = parts.metrics
         self._admission: Admission = parts.admission
-        self.workers = [Worker(parts.scheduler, parts.runner)]
+        self._fleet = parts.fleet
         self._outputs: dict[str, RequestOutput] = {}
         self._choices: dict[str, list[Choice]] = {}
         self._by_request: dict[Request, Choice] = {}
-        self._worker_of: dict[Request, Worker] = {}
         self._deltas: list[Delta] = []  # of cancellations, handed out by the next step
         self._ids = (f"req-{i}" for i in itertools.count())
         self._pins: dict[str, Callable[[], None] | None] = {}  # by request: gives it up; None while it is computed
@@ -60,7 +59,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Something to compute, to collect or to hand out."""
-        return not self._closed and (bool(self._deltas) or any(worker.has_work for worker in self.workers))
+        return not self._closed and (bool(self._deltas) or self._fleet.has_work)
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The device groups it drives, those that are lost too."""
+        return self._fleet.workers
 
     def submit(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *,
                service: ServiceParams | None = None, request_id: str | None = None, add_special: bool = True) -> str:
@@ -94,20 +98,15 @@ class Engine:
         ids = self._admission.tokens(prompt, add_special)
         now = time.perf_counter()
         requests = self._admission.requests(request_id, ids, params, now, service or ServiceParams())
-        worker = self.workers[0]
-        for request in requests:
-            try:
-                worker.scheduler.add(request)
-            except JinferError as error:
-                self.metrics.requests_rejected += isinstance(error, OverloadError)
-                for other in requests:
-                    worker.scheduler.cancel(other)
-                raise
+        try:
+            self._fleet.add(requests)
+        except OverloadError:
+            self.metrics.requests_rejected += 1
+            raise
         named = self._admission.named_stops(params)
         choices = [Choice(request, self.tokenizer, named) for request in requests]
         self._choices[request_id] = choices
         self._by_request.update(zip(requests, choices, strict=True))
-        self._worker_of.update((request, worker) for request in requests)
         self._outputs[request_id] = RequestOutput(
             request_id, prompt if isinstance(prompt, str) else None, ids, [c.completion for c in choices],
             None if params.prompt_logprobs is None else [TokenLogprob(ids[0], None)] * len(ids),
@@ -130,7 +129,7 @@ class Engine:
     def takes(self, choices: int = 1) -> bool:
         """True if the queue has room for a request of so many choices now, and the engine does not drain."""
         most = self.config.max_waiting
-        return not self.draining and (most is None or self.workers[0].scheduler.waiting + choices <= most)
+        return not self.draining and (most is None or self._fleet.entrance.scheduler.waiting + choices <= most)
 
     def drain(self, hand_back: bool = False) -> list[str]:
         """Takes no more requests, until `resume`; what was taken is finished by `step` as ever.
@@ -212,21 +211,22 @@ class Engine:
     def _turn(self) -> None:
         """All workers dispatch before the first of them waits for results: device groups overlap."""
         start = time.thread_time()  # of this thread: on CPU the device's threads compete for the same cores
-        self._end_late(time.perf_counter())
-        dispatched = [pending for worker in self.workers if (pending := worker.dispatch()) is not None]
+        now = time.perf_counter()
+        self._end_late(now)
+        dispatched = self._fleet.dispatch(now)
         self.metrics.steps += bool(dispatched)
         for pending in dispatched:
             for chunk in pending.plan.chunks:
                 if chunk.joins:
                     self._count_join(chunk, pending.dispatched)
         self.metrics.host_seconds += time.thread_time() - start
-        for worker in self.workers:
-            results = worker.collect()
-            if results is not None:
-                start = time.thread_time()
-                self._process(results)
-                worker.collected(results)
-                self.metrics.host_seconds += time.thread_time() - start
+        idle = not dispatched
+        for results in self._fleet.collect():
+            start = time.thread_time()
+            self._process(results)
+            self.metrics.host_seconds += time.thread_time() - start
+            idle = False
+        self._fleet.hand_over(wait=idle)
         self._gauge()
 
     def close(self) -> None:
@@ -234,8 +234,7 @@ class Engine:
         for request_id in list(self._choices):
             self.cancel(request_id)
         self._closed = True
-        for worker in self.workers:
-            worker.close()
+        self._fleet.close()
 
     def _check_usable(self) -> None:
         if self._closed or self._failed:
@@ -243,8 +242,7 @@ class Engine:
 
     def check(self) -> None:
         """Asserts the invariants of pages and slots (tests, idle moments)."""
-        for worker in self.workers:
-            worker.scheduler.check()
+        self._fleet.check()
 
     def _process(self, results: StepResults) -> None:
         now = time.perf_counter()
@@ -271,7 +269,7 @@ class Engine:
             return
         request = choice.request
         kept, text, reason = choice.push(got.tokens, got.logprobs)
-        self._worker_of[request].scheduler.append(request, kept)
+        self._fleet.append(request, kept)
         self.metrics.output_tokens += len(kept)
         if request.index == 0:
             times = self._outputs[request.id].timing.token_times
@@ -294,9 +292,7 @@ class Engine:
         choice.completion.finish_reason = reason
         if request.id in self._pins:
             self._hold(request, reason)
-        worker = self._worker_of.pop(request)
-        worker.scheduler.finish(request, reason)
-        worker.runner.forget(request)
+        self._fleet.finish(request, reason)
         del self._by_request[request]
         output = self._outputs[request.id]
         output.timing.preemptions += request.preemptions
@@ -318,7 +314,7 @@ class Engine:
 
     def _end_late(self, now: float) -> None:
         """Ends the requests whose timeout has passed."""
-        for name in dict.fromkeys(request.id for worker in self.workers for request in worker.scheduler.expired(now)):
+        for name in dict.fromkeys(request.id for request in self._fleet.expired(now)):
             self.metrics.requests_timed_out += 1
             self._stop(name, "timeout")
 
@@ -327,7 +323,7 @@ class Engine:
         del self._pins[request.id]
         if reason != "length":
             return
-        scheduler, output = self._worker_of[request].scheduler, self._outputs[request.id]
+        scheduler, output = self._fleet.scheduler_of(request), self._outputs[request.id]
         try:
             pin = scheduler.pin(request)
         except CapacityError as error:
@@ -351,8 +347,4 @@ class Engine:
         timing.scheduled = timing.scheduled or now
 
     def _gauge(self) -> None:
-        schedulers, metrics = [worker.scheduler for worker in self.workers], self.metrics
-        metrics.requests_waiting = sum(scheduler.waiting for scheduler in schedulers)
-        metrics.requests_running = sum(scheduler.running for scheduler in schedulers)
-        metrics.count_scheduling(schedulers, unfilled=metrics.steps % UNFILLED_EVERY == 0)
-        metrics.count_pages([pool for scheduler in schedulers for pool in scheduler.pages.pools])
+        self._fleet.gauge(unfilled=self.metrics.steps % UNFILLED_EVERY == 0)

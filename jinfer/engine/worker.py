@@ -1,36 +1,65 @@
 """Worker: one device group. A scheduler and the runner that carries out its plans, one step ahead of the host."""
 
-import time
+import contextlib
+from typing import Literal
+
+import jax
 
 from jinfer.engine.results import StepResults
 from jinfer.engine.runner import Pending, Runner
-from jinfer.scheduler import Scheduler
+from jinfer.scheduler import Request, Scheduler, StepPlan
+from jinfer.sharding.heads import HeadPlacement
+
+Role = Literal["both", "prefill", "decode"]
 
 
 class Worker:
     """Plans and dispatches a step, and collects the one before it.
 
-    A turn of the loop calls `dispatch`, `collect` and, when the results are appended, `collected`. Between dispatch
-    and collect other workers dispatch theirs, so that device groups overlap.
+    A turn of the loop calls `plan`, `dispatch`, `collect` and, when the results are appended, `collected`. Between
+    dispatch and collect other workers dispatch theirs, so that device groups overlap.
 
     Attributes:
-      scheduler, runner: its parts.
+      scheduler, runner: its parts. role: what it is for; one for decode is a complete engine all the same.
+      placement: of its KV. page_bytes: of a page of each page group, on all its devices.
+      coming: bytes of KV on their way to a request here, or here already and waiting for its admission.
+      failure: why it was given up; None while it works.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner):
+    def __init__(self, scheduler: Scheduler, runner: Runner, role: Role = "both"):
         self.scheduler = scheduler
         self.runner = runner
+        self.role = role
+        programs = runner.catalog.programs
+        self.placement = HeadPlacement.of(programs.layout, programs.config)
+        self.page_bytes = tuple(sum(x.nbytes for x in jax.tree.leaves(group)) // count
+                                for group, count in zip(runner.kv, runner.pages, strict=True))
+        self.coming: dict[Request, int] = {}
+        self.failure: Exception | None = None
         self._last: Pending | None = None  # dispatched in this turn
         self._before: Pending | None = None  # in the turn before
+        self._plans: list[StepPlan] = []  # not collected
 
     @property
     def has_work(self) -> bool:
         """Something to plan or to collect."""
         return bool(self.scheduler.has_work or self._last)
 
-    def dispatch(self) -> Pending | None:
-        """Plans the next step and starts it; None if there is nothing to compute."""
-        plan = self.scheduler.plan(time.perf_counter())
+    @property
+    def expected_bytes(self) -> int:
+        """KV that is held here, or will be as soon as those it is for are admitted."""
+        held = sum(pool.held * size for pool, size in zip(self.scheduler.pages.pools, self.page_bytes, strict=True))
+        return held + sum(self.coming.values())
+
+    def plan(self, now: float) -> StepPlan:
+        """The next step; now: seconds of a monotonic clock. One that is not empty is to be dispatched."""
+        plan = self.scheduler.plan(now)
+        if not plan.empty:
+            self._plans.append(plan)
+        return plan
+
+    def dispatch(self, plan: StepPlan) -> Pending | None:
+        """Starts a step; None if there is nothing to compute."""
         self._before, self._last = self._last, None if plan.empty else self.runner.dispatch(plan)
         return self._last
 
@@ -45,9 +74,27 @@ class Worker:
             self.scheduler.observe_swap(transfer.bytes, transfer.seconds)
         return results
 
-    def collected(self, results: StepResults) -> None:
+    def collected(self, plan: StepPlan) -> None:
         """Its tokens are appended."""
-        self.scheduler.collected(results.plan)
+        assert self._plans.pop(0) is plan, "collected out of order"
+        self.scheduler.collected(plan)
+        for received in plan.received:
+            self.coming.pop(received.request, None)
+
+    def forget(self, request: Request) -> None:
+        """A request left, or ended; what is kept for it goes."""
+        self.coming.pop(request, None)
+        self.runner.forget(request)
+
+    def give_up(self, failure: Exception) -> None:
+        """The device group is lost, with all that is in flight; requests can still be withdrawn from the scheduler."""
+        self.failure = failure
+        for plan in self._plans:
+            self.scheduler.collected(plan)
+        self._plans.clear()
+        self.coming.clear()
+        with contextlib.suppress(Exception):  # what a lost device says to that is of no interest
+            self.close()
 
     def close(self) -> None:
         """Frees the device arrays."""

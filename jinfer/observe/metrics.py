@@ -50,6 +50,8 @@ class Metrics:
       pages_swapped_out, pages_swapped_in, swap_out_bytes, swap_in_bytes: to the host tier and back, where started;
       swap_seconds: on the link, of those that have ended. move_seconds: calls waited for pages from the host or from
       another engine. forked_pages: copied for another choice of a request.
+      transfers, transfer_bytes: KV that went from prefill to decode workers; transfer_seconds: from its dispatch until
+      the loop saw it arrive. workers_lost: device groups that failed and were given up.
       host_seconds: CPU time of the loop's thread for planning, packing,
       dispatching and post-processing.
       pages_total, pages_free, pages_cached: gauges; those that are cached are free, too. pages_peak: most pages held at
@@ -101,6 +103,10 @@ class Metrics:
     swap_seconds: float = 0.0
     move_seconds: float = 0.0
     forked_pages: int = 0
+    transfers: int = 0
+    transfer_bytes: int = 0
+    transfer_seconds: float = 0.0
+    workers_lost: int = 0
     host_seconds: float = 0.0
     pages_total: int = 0
     pages_free: int = 0

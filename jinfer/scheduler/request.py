@@ -111,7 +111,7 @@ class Request:
     @property
     def extra(self) -> Extra:
         """What must be equal beside the tokens for KV to be shared. Who opted out shares with its siblings only."""
-        private = None if self.service.cache else (self.siblings or [self])[0].rank[1]
+        private = None if self.service.cache else self.id
         return (self.service.cache_salt, self.regime, private)
 
     def tokens(self, start: int, stop: int) -> list[int]:

@@ -112,8 +112,8 @@ class Scheduler:
         """Something is left to plan or to collect."""
         return bool(self._queue or self._active or self._in_flight)
 
-    def add(self, request: Request) -> None:
-        """Queues a request; `request.arrival` counts.
+    def add(self, request: Request, again: bool = False) -> None:
+        """Queues a request; `request.arrival` counts. again: another scheduler has had it, it is not refused now.
 
         Raises:
           RequestError: the prompt is empty.
@@ -134,10 +134,10 @@ class Scheduler:
             raise ValueError(f"max_position {request.max_position} is outside {prompt}..{self.max_context}")
         # The last token sampled needs no KV; the last token of a prompt does.
         self.pages.check_fits(request, max(prompt, request.max_position - 1))
-        if self.draining:
+        if self.draining and not again:
             self.rejections += 1
             raise OverloadError("the engine drains and takes no more requests")
-        if self.max_waiting is not None and len(self._queue) >= self.max_waiting:
+        if self.max_waiting is not None and len(self._queue) >= self.max_waiting and not again:
             self.rejections += 1
             raise OverloadError(f"{len(self._queue)} requests wait already, the queue takes {self.max_waiting}")
         service, self._order = request.service, self._order + 1
@@ -267,22 +267,15 @@ class Scheduler:
         self.finish(request, reason)
 
     def withdraw(self, request: Request) -> None:
-        """Takes a request out, with all it knows: another scheduler may go on with it.
+        """Takes a request out for another scheduler to go on with; nothing of it may be in flight.
 
-        Its pages will be those of another pool then, so the other choices of its prompt can share nothing with it.
+        It keeps its outputs. What it shares with its siblings stays here.
         """
+        assert not request.in_flight, f"request {request.id} is in flight"
         self._take_out(request)
         for other in request.siblings:
             other.siblings = [choice for choice in other.siblings if choice is not request]
-        request.siblings = []
-
-    def _take_out(self, request: Request) -> None:
-        if request.status is Status.WAITING:
-            if request in self._queue:
-                self._queue.remove(request)
-        elif request.status is not Status.FINISHED:
-            self._active.remove(request)
-            self._release(request)
+        request.siblings, request.keys = [], []
 
     def pin(self, request: Request) -> int | None:
         """Keeps the full pages of a request's prompt from eviction; None if they are not in the prefix cache.
@@ -380,7 +373,8 @@ class Scheduler:
             budget -= self._chunk(request, budget, chunks)
 
     def _lacks(self, request: Request, found: Found) -> list[int]:
-        return self.pages.lacks(request, found, self.estimate.ratio, not self._active)
+        share = self.estimate.ratio if self.decode_rows else 0.0  # outputs grow elsewhere
+        return self.pages.lacks(request, found, share, not self._active)
 
     def _admit(self, request: Request, found: Found) -> None:
         self._queue.remove(request)
@@ -466,6 +460,14 @@ class Scheduler:
         self.estimate.preempted()
         victim.protected = victim.preemptions >= self.max_preemptions
         self._queue.add(victim, victim.rank)
+
+    def _take_out(self, request: Request) -> None:
+        if request.status is Status.WAITING:
+            if request in self._queue:
+                self._queue.remove(request)
+        elif request.status is not Status.FINISHED:
+            self._active.remove(request)
+            self._release(request)
 
     def _release(self, request: Request) -> None:
         """Gives slot and pages back; see the class on why that is safe with a step in flight."""

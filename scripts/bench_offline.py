@@ -111,9 +111,10 @@ def main() -> None:
         on, off = sharing[True], sharing[False]
         second = off["prefill_seconds"] / off["prefill_tokens"]
         rate = off["output_tokens"] / off["wall"]
-        console.print(f"W4 without the prefix cache: {off['wall']:.2f} s, {rate:.0f} output tok/s. It saves {on['saved']:.0f} of {off['prefill_tokens']:.0f} prefill tokens, which take "
-                      f"{on['saved'] * second:.2f} s: predicted {off['wall'] - on['saved'] * second:.2f} s, measured "
-                      f"{on['wall']:.2f} s")
+        console.print(f"W4 without the prefix cache: {off['wall']:.2f} s, {rate:.0f} output tok/s. "
+                      f"It saves {on['saved']:.0f} of {off['prefill_tokens']:.0f} prefill tokens, which take "
+                      f"{on['saved'] * second:.2f} s: predicted {off['wall'] - on['saved'] * second:.2f} s, "
+                      f"measured {on['wall']:.2f} s")
     console.print(f"one token is {2 * (body + head) / 1e6:.0f} MFLOP and {kv_token / 1e3:.1f} kB of KV; "
                   f"peak pool use {metrics.pages_peak}/{metrics.pages_total} pages, preemptions {metrics.preemptions}")
 

@@ -16,7 +16,7 @@ TOKENS = 16  # of the golden outputs; their two best logits are never nearer tha
 def build(name: str, cache, tensor: int = 1) -> Engine:
     """An engine that has the two programs of this test and must not compile others."""
     config = EngineConfig(
-        page_size=8, kv_pages=160, max_rows=8, prefill_tokens=512, warmup=False, forbid_compilation=True,
+        page_size=8, kv_pages=160, max_rows=8, prefill_tokens=512, warmup=False, forbid_compilation=True, prefix_cache=False,
         compilation_cache=cache, layout=LayoutConfig(mesh={"tensor": tensor}))
     engine = Engine(DATA / "models" / name, config)
     catalog, pages = engine.workers[0].runner.catalog, engine.workers[0].runner.pages

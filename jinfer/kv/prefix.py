@@ -119,13 +119,14 @@ class PrefixIndex:
           pages: of each group, held by the caller; 0 for one given back already.
         """
         node = self._nodes.get(key)
-        if node is None:
-            node = self._nodes[key] = Node(key, parent, tokens, len(self.pools))
+        if node is None or node.parent is not parent or node.tokens != tokens:
+            reachable = parent.parent is None or self._nodes.get(parent.key) is parent
+            taken = node is not None  # by another block of that hash
+            node = Node(key, parent, tokens, len(self.pools))
             node.priority = priority
             parent.users += 1
-        elif node.parent is not parent or node.tokens != tokens:  # another block of that hash was first
-            node = Node(key, parent, tokens, len(self.pools))  # stays unknown, and so does what follows it
-            parent.users += 1
+            if reachable and not taken:  # else it stays unknown, and so does what follows it
+                self._nodes[key] = node
         node.priority = min(node.priority, priority)
         known = self._nodes.get(key) is node
         for g, page in enumerate(pages):
@@ -136,11 +137,17 @@ class PrefixIndex:
         self.leave(parent)
         return node
 
-    def discard(self, tip: Node) -> None:
-        """Forgets a chain that only its owner could find, from its end."""
-        node: Node | None = tip
-        while node is not None and node.parent is not None:
-            parent = node.parent
+    def discard(self, keys: Sequence[int], extra: Extra, begin: int) -> None:
+        """Forgets a chain that only its owner could find, from a block on, whatever is left of it."""
+        nodes: list[Node] = []
+        parent = self._roots.get(extra)
+        for key in keys:
+            node = self._nodes.get(key)
+            if node is None or node.parent is not parent:
+                break
+            nodes.append(node)
+            parent = node
+        for node in reversed(nodes[begin:]):
             for g, page in enumerate(node.pages):
                 if page:
                     self.pools[g].disown(page)
@@ -148,7 +155,6 @@ class PrefixIndex:
                 if node.slots[g]:
                     self._drop_slot(g, node)
             self._trim(node)
-            node = parent
 
     def check(self, tips: Iterable[Node]) -> None:
         """Asserts that nodes, pages and slots agree; tips: where requests are. O(index)."""

@@ -209,6 +209,8 @@ class RequestPages:
     def pin(self, request: Request, positions: int) -> int | None:
         """Keeps the pages of the full blocks of a prompt from eviction.
 
+        The request has ended, or does so before the next plan: what it holds of them it gives back.
+
         Args:
           positions: of a sequence for which there must be room beside all pins.
 
@@ -225,6 +227,12 @@ class RequestPages:
         pages = [[node.pages[g] for node in nodes[self.sharing.first(g, end):]] for g in range(len(self.pools))]
         if not all(map(all, pages)):
             return None
+        for g, (pool, some) in enumerate(zip(self.pools, pages, strict=True)):
+            held = {*request.pages[g], *self.pins.held(g)} if request.pages else set(self.pins.held(g))
+            fresh = [page for page in some if page not in held]
+            count = len(fresh) if self.reserve.careful(g, request) else sum(not pool.references(p) for p in fresh)
+            if count > max(0, self.reserve.room(g, request) - self.reserve.sure[g]):
+                raise CapacityError("prefix", f"its {count} KV pages are kept for requests that were preempted")
         whole = pages_for(positions, self.page_size)
         return self.pins.add(pages, [min(whole, cap) for cap in self.reserve.caps])
 

@@ -94,7 +94,7 @@ class Scheduler:
         self._order = 0
         self._running = 0  # active requests that decode
         self._classes: Counter[int] = Counter()  # of the active requests
-        self._timeouts: list[tuple[float, int, Request]] = []  # a heap
+        self._timeouts = RequestQueue(1)  # of those that have one, by the end of their time
         self._blocked: tuple[Request | None, int, int] | None = None  # who found no room, and what must change first
 
     @property
@@ -145,7 +145,7 @@ class Scheduler:
         request.protected = request.preemptions >= self.max_preemptions
         self._queue.add(request, request.rank)
         if service.timeout is not None:
-            heapq.heappush(self._timeouts, (request.arrival + service.timeout, self._order, request))
+            self._timeouts.add(request, (request.arrival + service.timeout, self._order))
 
     def plan(self, now: float) -> StepPlan:
         """The next step, with every slot, page and position in it already given away.
@@ -234,11 +234,12 @@ class Scheduler:
 
     def expired(self, now: float) -> list[Request]:
         """Requests whose timeout has passed, each once; the caller ends them."""
-        late = []
-        while self._timeouts and self._timeouts[0][0] <= now:
-            request = heapq.heappop(self._timeouts)[2]
-            if request.status is not Status.FINISHED:
-                late.append(request)
+        late: list[Request] = []
+        while (request := self._timeouts.first) is not None:
+            if request.arrival + (request.service.timeout or 0.0) > now:
+                break
+            self._timeouts.remove(request)
+            late.append(request)
         return late
 
     def drain(self) -> list[Request]:
@@ -254,10 +255,9 @@ class Scheduler:
         if request.status is Status.FINISHED:
             return
         self._take_out(request)
-        if not request.service.cache:
-            self.pages.sharing.forget(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
+        self._forget(request)
         request.given = None
         if reason in ("stop", "length") and request.max_position > len(request.prompt):
             self.estimate.finished(request.max_position - len(request.prompt), len(request.outputs))
@@ -273,6 +273,7 @@ class Scheduler:
         """
         assert not request.in_flight, f"request {request.id} is in flight"
         self._take_out(request)
+        self._forget(request)
         for other in request.siblings:
             other.siblings = [choice for choice in other.siblings if choice is not request]
         request.siblings, request.keys = [], []
@@ -462,12 +463,20 @@ class Scheduler:
         self._queue.add(victim, victim.rank)
 
     def _take_out(self, request: Request) -> None:
+        if request in self._timeouts:
+            self._timeouts.remove(request)
         if request.status is Status.WAITING:
             if request in self._queue:
                 self._queue.remove(request)
         elif request.status is not Status.FINISHED:
             self._active.remove(request)
             self._release(request)
+
+    def _forget(self, request: Request) -> None:
+        """Nobody will look for what a request that has left kept to itself; siblings still want the prompt."""
+        if not request.service.cache:
+            wanted = any(other is not request and other.status is not Status.FINISHED for other in request.siblings)
+            self.pages.sharing.forget(request, len(request.prompt) // self.pages.page_size if wanted else 0)
 
     def _release(self, request: Request) -> None:
         """Gives slot and pages back; see the class on why that is safe with a step in flight."""

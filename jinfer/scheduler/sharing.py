@@ -128,11 +128,10 @@ class Sharing:
         request.tip = None
         request.blocks = request.promised = 0
 
-    def forget(self, request: Request) -> None:
-        """A request has ended that kept what it computed to itself: nobody will look for it."""
-        nodes = self.index.usable(request.keys, request.extra)
-        if nodes:
-            self.index.discard(nodes[-1])
+    def forget(self, request: Request, begin: int) -> None:
+        """A request has ended that kept what it computed to itself: nobody will look for it, from a block on."""
+        self._hash(request, len(request.prompt) // self.page_size)  # a sibling may have computed it
+        self.index.discard(request.keys, request.extra, begin)
 
     def check(self, active: Sequence[Request]) -> None:
         """Asserts what must hold of promises and the index. O(index)."""

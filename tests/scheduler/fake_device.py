@@ -202,6 +202,7 @@ class Loop:
         self.steps = 0
         self.started: list[Request] = []  # in order of their first chunk
         self.host_stops: dict[Request, int] = {}  # what a stop string is: only the host sees it
+        self.scored = lambda request: None  # told who is about to end without a token
 
     def step(self) -> StepPlan:
         preemptions, before = self.scheduler.preemptions, set(self.scheduler._active)
@@ -226,6 +227,7 @@ class Loop:
         for chunk, tokens in zip(plan.chunks, prefilled, strict=True):
             self._take(chunk.request, tokens)
             if chunk.final and not chunk.samples:
+                self.scored(chunk.request)
                 self.scheduler.finish(chunk.request, "length")
         for row, tokens in zip(plan.rows, decoded, strict=True):
             self._take(row.request, tokens)
@@ -295,9 +297,9 @@ def most_steps(requests: Sequence[Request], scheduler: Scheduler) -> int:
     evicted just before it became the best (its tokens still in flight: one step without a plan), or be evicted by
     a more urgent class, as often as is allowed. It may wait for pages kept for protected requests, or for a prefix in
     the making, whose owners move on meanwhile and are charged. Where pages of a window are short, a chunk is no more
-    than one of them.
+    than one of them; where a step has few tokens, decoding rows may leave one for a chunk.
     """
-    bound, chunk = 2, scheduler.pace.prefill_tokens
+    bound, chunk = 2, scheduler.pace.prefill_tokens if scheduler.pace.step_tokens is None else 1
     if any(pool.window for pool in scheduler.pages.pools):
         chunk = min(chunk, scheduler.pages.page_size)
     for request in requests:

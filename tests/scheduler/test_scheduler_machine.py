@@ -5,16 +5,13 @@ from random import Random
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jinfer.errors import CapacityError
-from jinfer.kv import PagePool, pages_for, window_pages
-from jinfer.kv.host import HostTier
+from jinfer.kv import PagePool, window_pages
 from jinfer.scheduler import Request, Scheduler, Status
-from jinfer.scheduler.policy import POLICIES, find_policy
-from tests.scheduler.fake_device import VOCAB, Loop, Share, alone, make_choices, make_request, most_steps
-
-WINDOWS = [(None,), (1,), (7,), (None, 8), (None, 3, 16), (5, 12)]
+from jinfer.scheduler.policy import POLICIES
+from tests.scheduler.fake_device import VOCAB, Loop, Share, alone, make_request, most_steps
+from tests.scheduler.life import ENDS, WINDOWS, Life
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -23,101 +20,59 @@ class SchedulerMachine(RuleBasedStateMachine):
                 rows=st.integers(1, 6), prefill_tokens=st.sampled_from([1, 5, 16, 64]), max_chunks=st.integers(1, 4),
                 steps=st.integers(1, 4), decode_first=st.booleans(), share=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
                 evictions=st.integers(0, 4), host=st.sampled_from([None, 0, 3, 12, 100]),
-                policy=st.sampled_from(sorted(POLICIES)), decode_rows=st.sampled_from([None, None, 1, 3]))
-    def start(self, page_size, windows, data, rows, prefill_tokens, max_chunks, steps, decode_first, share, evictions,
-              host, policy, decode_rows):
-        self.steps = min(steps, page_size)
-        self.pools = [PagePool(data.draw(st.integers(4, 24)) + 1, page_size, window) for window in windows]
-        tier = None if host is None else HostTier(host, [1 + g for g in range(len(windows))])
-        self.scheduler = Scheduler(self.pools, max_rows=rows, max_context=48, prefill_tokens=prefill_tokens,
-                                   max_chunks=max_chunks, decode_steps=self.steps, decode_rows=decode_rows,
-                                   max_preemptions=evictions, host=tier, policy=find_policy(policy, 10.0))
-        self.scheduler.estimate = Share(share)
-        self.loop = Loop(self.scheduler, decode_first=decode_first)
-        self.requests: list[Request] = []
+                policy=st.sampled_from(sorted(POLICIES)), decode_rows=st.sampled_from([None, None, 1, 3]),
+                step_tokens=st.sampled_from([None, None, 2, 20]), itl_target=st.sampled_from([None, 0.01]),
+                keys=st.sampled_from([None, None, 5]), pair=st.booleans())
+    def start(self, data, windows, **options):
+        self.life = Life(windows=windows, pages=[data.draw(st.integers(4, 24)) for _ in windows], **options)
 
     @rule(prompt=st.integers(1, 40), max_tokens=st.one_of(st.none(), st.integers(0, 40)), n=st.integers(1, 3),
-          seed=st.integers(0, 99), ends=st.sampled_from([(), (0,), tuple(range(0, VOCAB, 8))]),
-          host_stop=st.one_of(st.none(), st.integers(0, VOCAB - 1)), kind=st.integers(0, 3),
-          priority=st.integers(-1, 2), cache=st.sampled_from([True, True, False]), salt=st.sampled_from(["", "", "a"]))
-    def add(self, prompt, max_tokens, n, seed, ends, host_stop, kind, priority, cache, salt):
-        tokens = [(kind + i * i) % VOCAB for i in range(prompt)]  # of one kind, all begin alike
-        requests = make_choices(n, f"r{len(self.requests)}", tokens, max_tokens=max_tokens, context=48, seed=seed,
-                                stop_ids=ends, arrival=self.loop.now, priority=priority, cache=cache, cache_salt=salt)
-        for request in requests:
-            if not self.fits(max(prompt, request.max_position - 1)):
-                with pytest.raises(CapacityError):
-                    self.scheduler.add(request)
-                continue
-            self.scheduler.add(request)
-            self.requests.append(request)
-            if host_stop is not None:
-                self.loop.host_stops[request] = host_stop
+          seed=st.integers(0, 99), ends=st.sampled_from(ENDS), host_stop=st.one_of(st.none(), st.integers(0, VOCAB - 1)),
+          kind=st.integers(0, 3), priority=st.integers(-1, 2), cache=st.sampled_from([True, True, False]),
+          cache_salt=st.sampled_from(["", "", "a"]), timeout=st.one_of(st.none(), st.floats(0.5, 60.0)))
+    def add(self, **request):
+        self.life.add(**request)
 
-    @rule(data=st.data())
-    def again(self, data):
-        """A conversation goes on: the next prompt holds what was said."""
-        if not self.requests:
-            return
-        old = data.draw(st.sampled_from(self.requests))
-        tokens = [*old.tokens(0, old.length), 7, 8, 9]
-        request = make_request(f"r{len(self.requests)}", tokens[:44], max_tokens=6, context=48, seed=1,
-                               arrival=self.loop.now)
-        if self.fits(request.max_position - 1):
-            self.scheduler.add(request)
-            self.requests.append(request)
-
-    def fits(self, positions):
-        def need(pool):
-            whole = pages_for(positions, pool.page_size)
-            return min(whole, window_pages(pool.window, pool.page_size, self.steps) or whole)
-
-        return all(need(pool) < pool.num_pages for pool in self.pools)
-
-    @rule(count=st.integers(1, 6))
-    def step(self, count):
-        for _ in range(count):
-            self.loop.step()
-            self.scheduler.check()
+    @rule(seed=st.integers(0, 99), count=st.integers(1, 6))
+    def step(self, seed, count):
+        for i in range(count):
+            self.life.step(Random(seed + i))
 
     @rule()
     def collect(self):
-        self.loop.collect()
+        self.life.collect()
 
+    @rule()
+    def hand_over(self):
+        for request in self.life.live():
+            self.life.hand_over(request)
+
+    @precondition(lambda self: self.life.requests)
+    @rule(data=st.data(), what=st.sampled_from(["again", "restart", "pin", "cancel"]))
+    def somebody(self, data, what):
+        request = data.draw(st.sampled_from(self.life.requests))
+        if what == "cancel":
+            self.life.end(request, "cancelled")
+        else:
+            getattr(self.life, what)(request)
+
+    @precondition(lambda self: self.life.pins)
     @rule(data=st.data())
-    def cancel(self, data):
-        if not self.requests:
-            return
-        request = self.requests[data.draw(st.integers(0, len(self.requests) - 1))]
-        before = request.status, request.finish_reason
-        self.scheduler.cancel(request)
-        assert request.status is Status.FINISHED
-        if before[0] is Status.FINISHED:
-            assert request.finish_reason == before[1]
+    def unpin(self, data):
+        self.life.unpin(*data.draw(st.sampled_from(self.life.pins)))
+
+    @rule()
+    def drain(self):
+        self.life.drain()
 
     @invariant()
     def holds(self):
-        if not hasattr(self, "scheduler"):
-            return
-        self.scheduler.check()
-        live = live_requests(self.requests)
-        assert self.scheduler.waiting + self.scheduler.running == len(live)
+        if hasattr(self, "life"):
+            self.life.check()
 
     def teardown(self):
-        if not hasattr(self, "scheduler"):
-            return
-        live = live_requests(self.requests)
-        self.loop.run(most_steps(live, self.scheduler))
-        assert all(pool.available == pool.num_pages - 1 for pool in self.pools)
-        assert (self.scheduler.waiting, self.scheduler.running) == (0, 0)
-        for request in self.requests:
-            expected = alone(request, self.loop.host_stops.get(request), self.loop.device.sees)
-            if request.finish_reason == "cancelled":
-                assert request.outputs == expected[:len(request.outputs)]
-            else:
-                assert request.outputs == expected
-            assert request.in_flight == 0
-            assert request.preemptions <= self.scheduler.max_preemptions
+        if hasattr(self, "life"):
+            self.life.finish(Random(0))
 
 
 def live_requests(requests: list[Request]) -> list[Request]:
@@ -125,7 +80,7 @@ def live_requests(requests: list[Request]) -> list[Request]:
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=120, stateful_step_count=50, deadline=None, derandomize=True)
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=50, deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize("late", [True, False], ids=["late", "at once"])

@@ -92,7 +92,8 @@ class BetweenProcesses:
         """Args:
           device: any of this process's.
           address: host and port to listen at; port 0 takes a free one.
-          patience: seconds after which an offer lapses, and a payload that has not come becomes an error.
+          patience: seconds after which an offer lapses and what has not come is an error; jaxlib 0.12 looks for what
+            is overdue when something else is offered.
         """
         host = address.rpartition(":")[0]
         self._server = transfer.start_transfer_server(device.client, address, [f"{host}:0"])

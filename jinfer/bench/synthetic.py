@@ -11,6 +11,7 @@ import numpy as np
 
 from jinfer.bench.jobs import Job, Prompt
 from jinfer.bench.traces import BLOCK, Record, read_trace
+from jinfer.config.lines import line_of
 from jinfer.config.loading import load_config
 from jinfer.config.service import ServiceParams
 from jinfer.config.workload import ArrivalConfig, ClassConfig, LengthConfig, WorkloadConfig
@@ -35,7 +36,7 @@ def load_workload(source: str | Path, *, speed: float | None = None,
     if path.suffix in (".csv", ".jsonl"):
         config, folder = WorkloadConfig(trace=str(path), **given), Path()
     else:
-        config, folder = load_config(WorkloadConfig, source), path.parent
+        config, folder = _load(source), path.parent
         if "rate" in given and config.trace is None:
             given["arrivals"] = dataclasses.replace(config.arrivals, rate=given.pop("rate"))
         config = dataclasses.replace(config, **given)
@@ -44,6 +45,18 @@ def load_workload(source: str | Path, *, speed: float | None = None,
         for job in jobs:
             job.time /= speed
     return config, jobs
+
+
+def _load(source: str | Path) -> WorkloadConfig:
+    """A workload file; what is wrong in one is reported with its line."""
+    try:
+        return load_config(WorkloadConfig, source)
+    except ConfigError as error:
+        path = Path(source)
+        line = line_of(path.read_text(encoding="utf-8"), str(error).partition(":")[0]) if path.is_file() else None
+        if line is None:
+            raise
+        raise ConfigError(f"{path}: line {line}: {error}") from None
 
 
 def make_jobs(config: WorkloadConfig, folder: Path = Path()) -> list[Job]:

@@ -25,7 +25,7 @@ class EfficiencyConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not 0.0 < value <= 1.0:
-                raise ConfigError(f"efficiency.{field.name}: must be in (0, 1], got {value!r}")
+                raise ConfigError(f"{field.name}: must be in (0, 1], got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

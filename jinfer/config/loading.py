@@ -152,7 +152,13 @@ def _build(cls: Any, tree: Mapping[Any, Any], prefix: str) -> Any:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in values:
             raise ConfigError(f"{prefix}{field.name}: required by {cls.__name__} and not given")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        field_name = str(error).partition(":")[0]
+        if field_name in hints:  # the class does not know where in the file it stands
+            raise ConfigError(f"{prefix}{error}") from None
+        raise
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:

@@ -69,7 +69,7 @@ class ArrivalConfig:
     def __post_init__(self) -> None:
         for name in ("rate", "burstiness"):
             if not 0.0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"arrivals.{name}: must be positive, got {getattr(self, name)!r}")
+                raise ConfigError(f"{name}: must be positive, got {getattr(self, name)!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +86,8 @@ class SharingConfig:
 
     def __post_init__(self) -> None:
         if self.groups < 1:
-            raise ConfigError(f"sharing.groups: must be a positive integer, got {self.groups!r}")
-        _share("sharing.share", self.share)
+            raise ConfigError(f"groups: must be a positive integer, got {self.groups!r}")
+        _share("share", self.share)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class ChatConfig:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.think < float("inf"):
-            raise ConfigError(f"chat.think: must be 0 or more seconds, got {self.think!r}")
+            raise ConfigError(f"think: must be 0 or more seconds, got {self.think!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +130,14 @@ class ClassConfig:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.weight < float("inf"):
-            raise ConfigError(f"classes.weight: must be positive, got {self.weight!r}")
+            raise ConfigError(f"weight: must be positive, got {self.weight!r}")
         for name in ("ttft_target", "itl_target", "timeout"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < float("inf"):
-                raise ConfigError(f"classes.{name}: must be a positive number of seconds, got {value!r}")
-        _share("classes.cancel", self.cancel)
+                raise ConfigError(f"{name}: must be a positive number of seconds, got {value!r}")
+        _share("cancel", self.cancel)
         if not 0.0 < self.cancel_after < float("inf"):
-            raise ConfigError(f"classes.cancel_after: must be positive, got {self.cancel_after!r}")
+            raise ConfigError(f"cancel_after: must be positive, got {self.cancel_after!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,7 @@ class WorkloadConfig:
             raise ConfigError("classes: must name one")
         names = [c.name for c in self.classes]
         if len(set(names)) < len(names):
-            raise ConfigError(f"classes.name: given twice in {', '.join(names)}")
+            raise ConfigError(f"name: given twice in {', '.join(names)}")
         if self.trace is None:
             for name in ("prompt", "output"):
                 if getattr(self, name) is None:

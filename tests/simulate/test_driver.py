@@ -62,6 +62,10 @@ def test_a_prefill_beside_decode_stretches_the_gap_and_is_its_cause():
     recorder = sim.run([job(0.0, 10, 20, name=1), job(0.05, 60, 1, name=2)])
     assert recorder.stalls == {Cause.PREFILL: 1}
     assert max(recorder.gaps.gap) == pytest.approx(70e-3)
+    # six tokens take less than the decode step beside them, but without them nobody would have waited too long
+    recorder = simulator(stall=12e-3).run([job(0.0, 10, 20, name=1), job(0.05, 6, 1, name=2)])
+    assert recorder.stalls == {Cause.PREFILL: 1}
+    assert simulator(stall=5e-3).run([job(0.0, 10, 20)]).stalls == {Cause.DECODE: 19}
 
 
 def test_tokens_of_several_decode_steps_come_together():

@@ -8,7 +8,7 @@ import pytest
 from jinfer.bench.jobs import Prompt
 from jinfer.bench.synthetic import load_workload, make_jobs
 from jinfer.bench.traces import read_trace
-from jinfer.config.loading import config_names, load_config
+from jinfer.config.loading import config_names
 from jinfer.config.workload import ArrivalConfig, ChatConfig, ClassConfig, LengthConfig, SharingConfig, WorkloadConfig
 from jinfer.errors import ConfigError
 
@@ -153,13 +153,16 @@ def test_workload_files_load(name):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("{output: {value: 3}}", "prompt: required"),
-    ("{prompt: {kind: lognormal}, output: {value: 3}}", "mean: a lognormal distribution needs it"),
-    ("{prompt: {value: 1}, output: {value: 3}, classes: [{weight: 0}]}", "classes.weight"),
-    ("{prompt: {value: 1}, output: {value: 3}, arrivals: {process: poison}}", "arrivals.process: .*did you mean poisson"),
-    ("{trace: t.csv, prompt: {value: 1}}", "prompt: comes with the trace"),
-    ("{prompt: {value: 1}, output: {value: 3}, limit: 3}", "limit: belongs to a trace"),
+    ("output: {value: 3}\n", "prompt: required where there is no trace"),
+    ("output: {value: 3}\nprompt:\n  kind: lognormal\n", "line 2: prompt.mean: a lognormal distribution needs it"),
+    ("prompt: {value: 1}\noutput: {value: 3}\nclasses:\n- {name: a}\n- {weight: 0}\n", r"line 5: classes\[1\].weight: must"),
+    ("prompt: {value: 1}\noutput: {value: 3}\narrivals:\n  process: poison\n", "line 4: arrivals.process: .*mean poisson"),
+    ("trace: t.csv\nprompt: {value: 1}\n", "line 2: prompt: comes with the trace"),
+    ("prompt: {value: 1}\noutput: {value: 3}\nlimit: 3\n", "line 3: limit: belongs to a trace"),
+    ("prompt: {value: 1}\noutputs: {value: 3}\n", "line 2: outputs: unknown key"),
+    ("prompt: {value: 1}\noutput: {value: 3}\nsharing:\n  length: {kind: uniform, low: 3, high: 2}\n",
+     "line 4: sharing.length.high: 2 is less than low 3"),
 ])
-def test_bad_workloads_name_the_field(tmp_path, text, message):
+def test_bad_workloads_name_line_and_field(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
-        load_config(WorkloadConfig, write(tmp_path, text, "w.yaml"))
+        load_workload(write(tmp_path, text, "w.yaml"))

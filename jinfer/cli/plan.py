@@ -18,6 +18,7 @@ from jinfer.cli.simulate import (
     Workload,
     build_machine,
 )
+from jinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -65,6 +66,8 @@ def capacity(workload: Workload, rate: Rate, model: ModelName = "llama-3.1-8b", 
     def machine(setting: "Setting") -> "Machine":
         values = [*(set_ or []), f"max_rows={setting.rows}", f"prefill_tokens={setting.chunk}"]
         whole = build_machine(model, config, values, device, setting.devices, device_set, policy, profile)
+        if whole.split is not None:
+            raise ConfigError("disaggregation: the search is for engines of one device group; use jinfer simulate")
         if setting.pages == 1.0:
             return whole
         pages = max(2, round(max(whole.pages) * setting.pages))

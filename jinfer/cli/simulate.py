@@ -40,12 +40,10 @@ Itl = Annotated[float | None, typer.Option(metavar="SECONDS",
                                            help="Target for the mean time between a request's tokens, for goodput.")]
 Stall = Annotated[float, typer.Option(metavar="SECONDS", help="A gap between tokens that counts as a stall.")]
 Overlap = Annotated[bool, typer.Option("--no-overlap", help="The device waits for every copy from and to the host.")]
-Prefill = Annotated[int, typer.Option(
-    "--prefill-engines", min=0, help="Engines that only prefill, for disaggregation.")]
-Decode = Annotated[int, typer.Option(
-    "--decode-engines", min=0, help="Engines that decode what the others have prefilled.")]
-Lockstep = Annotated[bool, typer.Option(
-    "--lockstep", help="One loop for all of these engines, as in one process: each turn waits for all their steps.")]
+OwnLoops = Annotated[bool, typer.Option(
+    "--own-loops",
+    help="Disaggregated workers have a loop each, as in processes of their own; else one loop waits in every turn for "
+         "the steps of all.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Html = Annotated[Path | None, typer.Option(metavar="OUT.html", help="Write plots over time, one self-contained page.")]
 
@@ -54,8 +52,8 @@ def simulate(workload: Workload, model: ModelName = "llama-3.1-8b", device: Devi
              config: Config = None, set_: Set = None, device_set: DeviceSet = None, policy: Policy = None,
              profile: Profile = None, rate: Rate = None, speed: Speed = None, requests: Requests = None,
              limit: Limit = None, seed: Seed = None, ttft: Ttft = None, itl: Itl = None, stall: Stall = 0.2,
-             no_overlap: Overlap = False, prefill_engines: Prefill = 0, decode_engines: Decode = 0,
-             lockstep: Lockstep = False, html: Html = None, as_json: AsJson = False) -> None:
+             no_overlap: Overlap = False, own_loops: OwnLoops = False, html: Html = None,
+             as_json: AsJson = False) -> None:
     """Simulate a workload on a model and a device: latencies, goodput, memory, preemptions.
 
     Example: jinfer simulate --workload chat --model llama-3.1-8b --device v6e --set max_rows=128 --ttft 1 --itl 0.05
@@ -68,13 +66,12 @@ def simulate(workload: Workload, model: ModelName = "llama-3.1-8b", device: Devi
     console = stderr_console()
     began = time.process_time()
     with console.status(f"simulating {len(jobs):,} requests"):
-        recorder = machine.simulate(jobs, stall=stall, overlap=not no_overlap, prefill=prefill_engines,
-                                    decode=decode_engines, lockstep=lockstep)
+        recorder = machine.simulate(jobs, stall=stall, overlap=not no_overlap, lockstep=not own_loops)
     seconds = max(time.process_time() - began, 1e-9)
     report = make_report(recorder, tuple(c.name for c in source.classes), Targets(ttft, itl))
-    title = f"{Path(workload).name} on {model}, {machine.shard.ranks} x {machine.device.kind}"
-    if prefill_engines:
-        title += f", {prefill_engines} prefill and {decode_engines} decode engines"
+    title = f"{Path(workload).name} on {model}, {machine.devices} x {machine.device.kind}"
+    if machine.split is not None:
+        title += f", {machine.split.prefill_workers} prefill and {machine.split.decode_workers} decode workers"
     if html is not None:
         from jinfer.simulate.html import write_page
         write_page(html, recorder, report, machine, title)

@@ -44,7 +44,8 @@ class Link:
     next step that sends some waits until they are gone, since there is one place to put them aside.
 
     Attributes:
-      page_bytes: of a page on a device, by group. rate: bytes a second, one way. network: between engines.
+      page_bytes: of a page on a device, by group. ranks: devices, each with a link and its part of every page.
+      rate: bytes a second of a device, one way. network: of a device, to one of another worker.
       copy: bytes a second of copies within device memory (read and written).
       overlap: else the device waits for every copy.
     """
@@ -54,6 +55,7 @@ class Link:
     network: float
     copy: float
     overlap: bool = True
+    ranks: int = 1
     _in_free: float = 0.0
     _out_free: float = 0.0
 
@@ -84,6 +86,7 @@ class Link:
         return start, start - begin
 
     def bytes(self, plan: StepPlan) -> tuple[int, int]:
-        """(to the host, from the host) on one device."""
+        """(to the host, from the host) of all devices together."""
         size = self.page_bytes
-        return sum(size[move.group] for move in plan.outs), sum(size[move.group] for move in plan.ins)
+        return (self.ranks * sum(size[move.group] for move in plan.outs),
+                self.ranks * sum(size[move.group] for move in plan.ins))

@@ -22,7 +22,6 @@ class Transit:
 
     track: Track
     tokens: int
-    pages: int
 
 
 class Simulator:
@@ -32,16 +31,17 @@ class Simulator:
     step late. Time passes on the host for planning, and on the device for moves, prefill and decode.
 
     With workers that prefill and workers that decode a request begins at one of the former; when its first token is
-    known its pages go to the decode worker with the fewest pages, as Fleet does.
+    known its pages go to the decode worker that expects to hold least, as Fleet does.
     """
 
     def __init__(self, workers: Sequence[Worker], *, host_seconds: float = 0.0, stall: float = 0.2, cache: bool = True,
-                 ranks: int = 1, lockstep: bool = False):
+                 lockstep: bool = True, transfer: float = math.inf):
         """Args:
           host_seconds: that the host takes for a step.
           stall: seconds; longer gaps between tokens are counted by their cause.
-          cache: requests may use the prefix cache. ranks: devices, each with its part of every page.
+          cache: requests may use the prefix cache.
           lockstep: one loop for all workers, which waits for all their steps in each turn; else each has its own.
+          transfer: bytes that may be on their way to a decode worker or wait there.
         """
         self.workers = list(workers)
         self.recorder = Recorder(stall)
@@ -49,7 +49,8 @@ class Simulator:
         self._host_of = {worker: host for host in self._hosts for worker in host.workers}
         self._entrances = [worker for worker in self.workers if worker.role != "decode"]
         self._exits = [worker for worker in self.workers if worker.role == "decode"]
-        self._host_seconds, self._cache, self._ranks = host_seconds, cache, ranks
+        self._host_seconds, self._cache, self._transfer = host_seconds, cache, transfer
+        self._ready: dict[Request, None] = {}  # prefilled, in order; what is not true any more is found out when asked
         self._tracks: dict[Request, Track] = {}
         self._params: dict[int, SamplingParams] = {}
         self._events: list[tuple[float, int, Job | Sent | Transit]] = []  # a heap
@@ -166,8 +167,8 @@ class Simulator:
         if plan.outs or plan.ins:
             for moved, name in zip(worker.link.bytes(plan), ("swapped_out", "swapped_in"), strict=True):
                 if moved:
-                    setattr(recorder, name, getattr(recorder, name) + moved * self._ranks)
-                    worker.scheduler.observe_swap(moved * self._ranks, moved / worker.link.rate)
+                    setattr(recorder, name, getattr(recorder, name) + moved)
+                    worker.scheduler.observe_swap(moved, moved / worker.link.ranks / worker.link.rate)
         loaded = {(move.group, move.page) for move in plan.ins}
         for chunk in plan.chunks:
             recorder.prefill_tokens += chunk.length
@@ -242,8 +243,12 @@ class Simulator:
         scheduler.collected(plan)
         scheduler.observe(plan, step.prefill, step.decode)
         worker.collected = now
-        if worker.role == "prefill" and self._exits:
-            self._hand_over(worker, plan, now)
+        for received in plan.received:
+            worker.coming.pop(received.request, None)
+        if self._exits:
+            if worker.role == "prefill":
+                self._ready.update((chunk.request, None) for chunk in plan.chunks if chunk.samples)
+            self._hand_over(now)
         running = waiting = held = cached = 0
         for one in self.workers:
             running, waiting = running + one.scheduler.running, waiting + one.scheduler.waiting
@@ -286,24 +291,29 @@ class Simulator:
                 return cause
         return max(parts, key=lambda cause: parts[cause])
 
-    def _hand_over(self, worker: Worker, plan: StepPlan, now: float) -> None:
-        """Prompts that have got their first token leave for a decode worker."""
-        for chunk in plan.chunks:
-            track = self._tracks.get(chunk.request)
-            if track is None or not chunk.samples or chunk.request.status is not Status.RUNNING:
+    def _hand_over(self, now: float) -> None:
+        """Requests that have got their first token leave for a decode worker, in order, as far as there is room."""
+        for request in list(self._ready):
+            track = self._tracks.get(request)
+            if track is None or request.status is not Status.RUNNING or request.in_flight:
+                del self._ready[request]  # it has ended, or was preempted and will be prefilled again
                 continue
-            request = chunk.request
-            tokens, pages = request.computed, sum(1 for group in request.pages for page in group if page)
-            there, size = worker.send(request, now)
-            self.recorder.received += size * self._ranks
-            worker.scheduler.withdraw(request)
-            track.worker, track.moved = min(self._exits, key=lambda w: w.held + w.coming), True
-            track.worker.coming += pages
-            self._at(there, Transit(track, tokens, pages))
+            source = track.worker
+            size = source.size(request)
+            exits = [w for w in self._exits if not w.coming or sum(w.coming.values()) + size <= self._transfer]
+            if not exits:
+                break
+            del self._ready[request]
+            track.worker, track.moved = min(exits, key=lambda w: w.expected), True
+            track.worker.coming[request] = size
+            self.recorder.received += size
+            there, tokens = source.send(size, track.worker, now), request.computed
+            source.scheduler.withdraw(request)
+            self._host_of[source].rouse(now)
+            self._at(there, Transit(track, tokens))
 
     def _arrive(self, transit: Transit, now: float) -> None:
         track = transit.track
-        track.worker.coming -= transit.pages
         if track.request in self._tracks:
             track.request.given = Given(transit.tokens, None)
             track.worker.scheduler.add(track.request)
@@ -316,6 +326,7 @@ class Simulator:
         if outcome is not Outcome.FINISHED:
             reason = "timeout" if outcome is Outcome.TIMEOUT else "cancelled"
         track.worker.scheduler.finish(request, reason)
+        track.worker.coming.pop(request, None)
         del self._tracks[request]
         sent.open.remove(track)
         if not sent.open:

@@ -1,12 +1,14 @@
 """Machine: a model on devices that need not be here: step times, pools sized as the engine sizes them, links."""
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Self
 
 from jinfer.bench.jobs import Job
 from jinfer.config.device import DeviceConfig, ProfileConfig
 from jinfer.config.engine import EngineConfig
+from jinfer.config.layout import DisaggregationConfig
 from jinfer.config.model import ModelConfig
 from jinfer.config.resolve import resolve
 from jinfer.errors import ConfigError
@@ -28,6 +30,7 @@ class Machine:
       config: resolved. shard: a device's part of the model. cost: step times.
       demand: what page groups can use. pages: P of each.
       max_context: tokens of the longest sequence that pool and model hold.
+      split: with workers that prefill and workers that decode this is one of the latter, prefill one of the former.
     """
 
     model: ModelConfig
@@ -38,11 +41,22 @@ class Machine:
     demand: Demand
     pages: tuple[int, ...]
     max_context: int
+    split: DisaggregationConfig | None = None
+    prefill: "Machine | None" = None
 
     @classmethod
     def build(cls, model: ModelConfig, config: EngineConfig, device: DeviceConfig,
               profile: ProfileConfig | None = None) -> Self:
         """Raises ConfigError or LayoutError where model, configuration and device do not fit together."""
+        split = config.disaggregation
+        if split is not None:
+            kept = dataclasses.replace(device, reserve=device.reserve + split.transfer_gb * 2**30)
+            alone = dataclasses.replace(config, disaggregation=None)
+            prefill, decode = (cls.build(model, dataclasses.replace(alone, layout=layout), kept, profile)
+                               for layout in (split.prefill, split.decode))
+            most = min(prefill.max_context, decode.max_context)
+            return dataclasses.replace(decode, max_context=most, split=split,
+                                       prefill=dataclasses.replace(prefill, max_context=most))
         if config.max_context is None and model.rope.kind != "dynamic":
             config = dataclasses.replace(config, max_context=model.max_context)
         config = resolve(config, model, device.platform)
@@ -75,7 +89,7 @@ class Machine:
         """A fresh one: it has a clock."""
         share = self.device.efficiency
         return Link(self.shard.page, self.device.host_link * share.link, self.device.network * share.interconnect,
-                    self.device.bandwidth * share.bandwidth, overlap)
+                    self.device.bandwidth * share.bandwidth, overlap, self.shard.ranks)
 
     def scheduler(self, decode_rows: int | None = None) -> Scheduler:
         """A production scheduler with empty pools, built as the engine builds its own; 0 decode_rows only prefills."""
@@ -94,22 +108,25 @@ class Machine:
             host=HostTier(budget, together) if budget else None,
             swap_cost=SwapCost(self.device.host_link * self.device.efficiency.link * self.shard.ranks))
 
-    def workers(self, prefill: int = 0, decode: int = 0, overlap: bool = True) -> list[Worker]:
-        """One engine, or so many that prefill and so many that decode."""
-        if not prefill and not decode:
+    def workers(self, overlap: bool = True) -> list[Worker]:
+        """One, or those that prefill and those that decode."""
+        if self.prefill is None or self.split is None:
             return [Worker(self.scheduler(), self.cost, self.link(overlap))]
-        if not (prefill and decode):
-            raise ConfigError(f"prefill_engines: {prefill} with {decode} decode engines; give at least one of each")
-        return ([Worker(self.scheduler(0), self.cost, self.link(overlap), "prefill") for _ in range(prefill)]
-                + [Worker(self.scheduler(), self.cost, self.link(overlap), "decode") for _ in range(decode)])
+        first = self.prefill
+        return ([Worker(first.scheduler(0), first.cost, first.link(overlap), "prefill")
+                 for _ in range(self.split.prefill_workers)]
+                + [Worker(self.scheduler(), self.cost, self.link(overlap), "decode")
+                   for _ in range(self.split.decode_workers)])
 
-    def simulate(self, jobs: Iterable[Job], *, stall: float = 0.2, overlap: bool = True, prefill: int = 0,
-                 decode: int = 0, lockstep: bool = False) -> Recorder:
-        """Sends the jobs to one engine, or to a disaggregated one, and returns what happened.
-
-        stall, lockstep: see Simulator. overlap: see Link. prefill, decode: see workers.
-        """
-        workers = self.workers(prefill, decode, overlap)
-        simulator = Simulator(workers, host_seconds=self.device.host_seconds, stall=stall, ranks=self.shard.ranks,
-                              cache=self.config.prefix_cache, lockstep=lockstep)
+    def simulate(self, jobs: Iterable[Job], *, stall: float = 0.2, overlap: bool = True,
+                 lockstep: bool = True) -> Recorder:
+        """Sends the jobs to one engine and returns what happened. stall, lockstep: see Simulator. overlap: see Link."""
+        transfer = math.inf if self.split is None else self.split.transfer_gb * 2**30
+        simulator = Simulator(self.workers(overlap), host_seconds=self.device.host_seconds, stall=stall,
+                              cache=self.config.prefix_cache, lockstep=lockstep, transfer=transfer)
         return simulator.run(jobs)
+
+    @property
+    def devices(self) -> int:
+        """Of the engine, all workers together."""
+        return self.shard.ranks if self.split is None else self.split.devices

@@ -31,7 +31,7 @@ class Worker:
       scheduler: the production one. cost: step times. link: to host memory and to other workers. role: what it is for.
       before, last: steps started in the last turn but one and the last one, not collected.
       collected: when the tokens of its last collected step were known.
-      coming: pages of requests on their way to it.
+      coming: bytes of requests on their way to it, or here and waiting for admission.
     """
 
     __slots__ = ("before", "collected", "coming", "cost", "free", "last", "link", "pages", "role", "scheduler", "sent")
@@ -43,7 +43,7 @@ class Worker:
         self.collected = NAN
         self.free = 0.0  # when the device is done with everything dispatched
         self.sent = 0.0  # when the last hand-over has left
-        self.coming = 0
+        self.coming: dict[Request, int] = {}
         self.pages = sum(pool.num_pages - 1 for pool in scheduler.pages.pools)
 
     @property
@@ -53,6 +53,13 @@ class Worker:
         for pool in self.scheduler.pages.pools:
             held += pool.held
         return held
+
+    @property
+    def expected(self) -> int:
+        """Bytes that requests hold, or will once they are admitted."""
+        pools = self.scheduler.pages.pools
+        held = sum(pool.held * each for pool, each in zip(pools, self.link.page_bytes, strict=True))
+        return held * self.link.ranks + sum(self.coming.values())
 
     @property
     def cached(self) -> int:
@@ -70,12 +77,16 @@ class Worker:
         self.free = begin + (prefill or 0.0) + (decode or 0.0)
         return Dispatched(plan, self.free, prefill, decode, moving)
 
-    def send(self, request: Request, now: float) -> tuple[float, int]:
-        """A request's pages leave over the network, one request after the other: (when they are there, bytes)."""
-        size = sum(each * sum(1 for page in pages if page)
-                   for each, pages in zip(self.link.page_bytes, request.pages, strict=True))
-        self.sent = max(now, self.sent) + size / self.link.network
-        return self.sent, size
+    def size(self, request: Request) -> int:
+        """Bytes of the pages a request holds, on all devices."""
+        return self.link.ranks * sum(each * sum(1 for page in pages if page)
+                                     for each, pages in zip(self.link.page_bytes, request.pages, strict=True))
+
+    def send(self, size: int, target: "Worker", now: float) -> float:
+        """So many bytes leave for another worker, one request after the other; returns when they are there."""
+        lanes = min(self.link.ranks, target.link.ranks)
+        self.sent = max(now, self.sent) + size / (lanes * self.link.network)
+        return self.sent
 
 
 class Host:

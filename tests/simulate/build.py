@@ -34,7 +34,7 @@ def job(time, prompt, output, *, name=1, declared=None, service=None, **more):
 
 def simulator(*, pages=4096, rows=8, prefill_tokens=64, context=4096, host_seconds=0.0, stall=0.2, cache=True,
               page_bytes=1000, link_rate=1e6, overlap=True, cost=None, windows=(None,), prefill=0, decode=0,
-              lockstep=False, **options):
+              lockstep=False, transfer=float("inf"), **options):
     """One worker, or so many that prefill and so many that decode."""
     def worker(role):
         pools = [PagePool(pages, S, window) for window in windows]
@@ -46,7 +46,7 @@ def simulator(*, pages=4096, rows=8, prefill_tokens=64, context=4096, host_secon
 
     roles = ["prefill"] * prefill + ["decode"] * decode or ["both"]
     return Simulator([worker(role) for role in roles], host_seconds=host_seconds, stall=stall, cache=cache,
-                     lockstep=lockstep)
+                     lockstep=lockstep, transfer=transfer)
 
 
 def check_idle(sim):

@@ -203,7 +203,7 @@ def test_a_request_is_handed_over_with_its_pages():
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
-@pytest.mark.parametrize("options", [{}, {"windows": (None, 40)}, {"pages": 100, "rows": 32}])
+@pytest.mark.parametrize("options", [{}, {"windows": (None, 40)}, {"pages": 100, "rows": 32}, {"transfer": 8000}])
 def test_disaggregated_requests_end_once_with_their_tokens(lockstep, options):
     jobs = busy_workload(200, declared_factor=2.0, classes=(ClassConfig(cancel=0.1, cancel_after=0.5, timeout=8.0),), n=2,
                          sharing=SharingConfig(groups=3, length=LengthConfig(value=40), share=0.5))

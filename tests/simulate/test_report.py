@@ -22,6 +22,7 @@ def test_quantiles_of_counted_gaps_are_those_of_the_gaps():
     rng = np.random.default_rng(0)
     values, counts = rng.random(50), rng.integers(1, 9, 50)
     flat = np.repeat(values, counts)
+    assert weighted_quantiles(np.array([2.0, 1.0]), np.array([1, 1]), (0.5,)) == [1.0]
     for q in (0.1, 0.5, 0.95, 0.99):
         assert weighted_quantiles(values, counts, (q,)) == [np.quantile(flat, q, method="inverted_cdf")]
 
@@ -86,6 +87,15 @@ def test_simulate_prints_tables():
     result = run("simulate", "-w", "mixed", *SMALL, "--requests", "40")
     for words in ("virtual time", "prefix cache", "interactive: ", "time to first token", "goodput"):
         assert words in result.stdout
+
+
+def test_disaggregated_workers_come_from_the_configuration():
+    result = run("simulate", "-w", "mixed", *SMALL, "--requests", "40", "--set", "disaggregation.prefill_workers=2",
+                 "--set", "disaggregation.decode=tp2", "--json")
+    report = json.loads(result.stdout)
+    assert "4 x TPU v5 lite, 2 prefill and 1 decode workers" in report["title"]
+    assert report["received"] > 0
+    assert report["classes"][0]["finished"] + report["classes"][0]["cancelled"] == 40
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -161,3 +171,10 @@ def test_plan_capacity_prints_a_table():
                  "--requests", "50", "--max-replicas", "4")
     assert result.exit_code == 0
     assert re.search(r"engines of 1 devices .* goodput", " ".join(result.stdout.split()))
+
+
+def test_plan_capacity_says_why_nothing_meets():
+    result = run("plan", "capacity", "-w", "mixed", *SMALL, "--rate", "8", "--ttft", "2", "--rows", "32", "--chunk", "512",
+                 "--requests", "20", "--set", "disaggregation.decode_workers=1")
+    assert result.exit_code == 1
+    assert "nothing tried reaches a goodput of 99.0%: disaggregation: the search" in " ".join(result.stdout.split())

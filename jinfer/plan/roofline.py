@@ -112,7 +112,7 @@ class Roofline:
         spans = [(chunk.start, chunk.start + chunk.length) for chunk in chunks]
         operations = bytes_read = 0.0
         for window, layers, position in zip(self.windows, shard.layers, shard.position, strict=True):
-            operations += layers * sum(_attended(start, stop, window) for start, stop in spans)
+            operations += layers * sum(pairs_seen(start, stop, window) for start, stop in spans)
             bytes_read += position * sum(stop if window is None else min(stop, window + stop - start)
                                          for start, stop in spans)
         return self._call(self.buckets.prefill_size(tokens), sum(chunk.final for chunk in chunks),
@@ -156,10 +156,10 @@ class Roofline:
         return shard.sums * (device.interconnect_latency + sent / rate)
 
 
-def _attended(start: int, stop: int, window: int | None) -> int:
+def pairs_seen(start: int, stop: int, window: int | None) -> int:
     """Pairs of a query at start..stop-1 and a position it sees, itself included."""
     if window is None or stop <= window:
         return (start + 1 + stop) * (stop - start) // 2
     if start >= window:
         return window * (stop - start)
-    return _attended(start, window, None) + window * (stop - window)
+    return pairs_seen(start, window, None) + window * (stop - window)

@@ -122,14 +122,14 @@ class FixedMachine:
         return simulator(rows=self.setting.rows, prefill_tokens=self.setting.chunk, pages=pages, cost=Fixed(1e-4)).run(jobs)
 
 
-def make(load, count):
-    return make_jobs(WorkloadConfig(requests=count, arrivals=ArrivalConfig(rate=20 * load),
+def make(load, count, rate=20):
+    return make_jobs(WorkloadConfig(requests=count, arrivals=ArrivalConfig(rate=rate * load),
                                     prompt=LengthConfig(value=100), output=LengthConfig(value=50)))
 
 
 def test_capacity_finds_the_fewest_engines():
     # A row serves a request in half a second and more, so 4 rows hold less than 8 requests a second of the 20.
-    search = CapacitySearch(FixedMachine, make, Targets(ttft=0.5, itl=0.1), requests=200)
+    search = CapacitySearch(FixedMachine, make, Targets(ttft=0.5, itl=0.1), requests=100)
     plan = search.run(settings([1], [4], [64, 128]))
     assert plan.answer.setting.replicas in (3, 4)
     tried = {(p.setting.replicas, p.setting.chunk): p.meets for p in plan.points if p.load == 1 and p.setting.pages == 1}
@@ -140,6 +140,19 @@ def test_capacity_finds_the_fewest_engines():
     assert 0 < plan.least_pages < 0.2
     again = search.try_point(plan.answer.setting, 1.2 * plan.headroom)
     assert not again.meets
+
+
+def test_bisection_ends_at_the_fewest():
+    found = set()
+    for rate in (8, 15, 20, 26, 30):
+        search = CapacitySearch(FixedMachine, lambda load, count, rate=rate: make(load, count, rate), Targets(ttft=0.5),
+                                requests=60)
+        best = search._fewest(Setting(1, 4, 64), 64, None)
+        assert best.meets
+        fewest = best.setting.replicas
+        assert not search.try_point(Setting(1, 4, 64, fewest - 1)).meets
+        found.add(fewest)
+    assert {3, 5} & found  # those are met on the way down
 
 
 def test_capacity_prefers_what_costs_less_and_says_when_nothing_does():

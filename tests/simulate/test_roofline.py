@@ -14,7 +14,7 @@ from jinfer.config.resolve import resolve
 from jinfer.errors import ConfigError, LayoutError
 from jinfer.models import build_model
 from jinfer.models.parameter import Precision
-from jinfer.plan.roofline import Roofline, Shard
+from jinfer.plan.roofline import Roofline, Shard, pairs_seen
 from jinfer.plan.sizes import ModelSizes
 from jinfer.scheduler import Chunk, DecodeRow
 from jinfer.sharding import Layout
@@ -85,6 +85,14 @@ def test_windows_bound_what_is_read_and_scored():
     assert model.decode(short, 1) == model.decode(long, 1)
     assert model.prefill([chunk(512, 64)]) == model.prefill([chunk(50_000, 64)])
     assert model.prefill([chunk(0, 256)]) < model.prefill([chunk(512, 256)])
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 8, 100])
+def test_pairs_are_what_a_count_gives(window):
+    for start in range(12):
+        for stop in range(start + 1, 20):
+            count = sum(min(i + 1, window or i + 1) for i in range(start, stop))
+            assert pairs_seen(start, stop, window) == count
 
 
 def test_experts_are_read_as_far_as_they_are_hit():

@@ -11,8 +11,8 @@ def test_fit_finds_the_coefficients_in_spite_of_disturbances():
     terms = np.column_stack([np.ones(200), rng.integers(1, 64, 200), rng.integers(10, 50_000, 200)])
     truth = np.array([3e-3, 2e-4, 1e-7])
     seconds = terms @ truth * rng.normal(1.0, 0.01, 200)
-    seconds[::10] *= 5  # another process had the processor
-    assert fit(np.column_stack([terms, seconds]).tolist()) == pytest.approx(truth, rel=0.05)
+    seconds[::5] *= 5  # another process had the processor
+    assert fit(np.column_stack([terms, seconds]).tolist()) == pytest.approx(truth, rel=0.03)
 
 
 def test_no_coefficient_is_negative():

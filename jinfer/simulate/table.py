@@ -42,7 +42,8 @@ def _rows(r: Report, machine: Machine) -> Iterable[tuple[str, str]]:
     yield "throughput", (f"{r.request_rate:,.2f} requests/s, {r.output_rate:,.0f} output tok/s, "
                          f"{r.prefill_rate:,.0f} prefill tok/s")
     yield "device", f"computes {r.busy:.1%} of the time" + (f", waits for pages {r.moving:.1%}" if r.moving else "")
-    yield "requests", _outcomes(total)
+    why = f" (context and pool take {machine.max_context:,} tokens)" if total.rejected else ""
+    yield "requests", _outcomes(total) + why
     yield "running / waiting", (f"{r.running:,.1f} / {r.waiting:,.1f} in the mean, "
                                 f"{r.running_peak:,} / {r.waiting_peak:,} at most")
     pages = " + ".join(f"{count - 1:,}" for count in machine.pages)

@@ -182,6 +182,6 @@ def test_a_private_chain_is_forgotten_as_a_whole():
     chain.release()
     pools[0].release(pools[0].allocate(6))  # the last block went to the host
     index.host.begin()
-    index.discard(chain.found()[-1])
+    index.discard(chain.keys, chain.extra, 0)
     assert (pools[0].free, pools[0].cached, index.host.used, len(index)) == (8, 0, 0, 0)
     check(index)

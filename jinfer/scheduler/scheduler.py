@@ -258,6 +258,8 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason = reason
         self._forget(request)
+        if reason == "error":
+            self.pages.sharing.forget(request, 0)  # whatever made its logits no numbers must not be found by others
         request.given = None
         if reason in ("stop", "length") and request.max_position > len(request.prompt):
             self.estimate.finished(request.max_position - len(request.prompt), len(request.outputs))

@@ -442,3 +442,19 @@ def test_request_tokens_run_over_prompt_and_outputs():
     for start in range(7):
         for stop in range(start, 7):
             assert request.tokens(start, stop) == everything[start:stop]
+
+
+def test_nobody_finds_what_a_failed_request_computed():
+    scheduler, loop = make()
+    first, second = queue(scheduler, [40], max_tokens=4), queue(scheduler, [41], max_tokens=4)
+    for request in first + second:
+        request.prompt[:] = prompt_of(len(request.prompt))
+    loop.step()
+    scheduler.finish(first[0], "error")
+    finish_all(scheduler, loop, second)
+    assert scheduler.pages.index.hit == 0
+    assert second[0].finish_reason == "length"
+    third = queue(scheduler, [42], max_tokens=4)
+    third[0].prompt[:] = prompt_of(42)
+    finish_all(scheduler, loop, third)
+    assert scheduler.pages.index.hit == 40  # of the one that ended well

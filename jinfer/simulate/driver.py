@@ -54,7 +54,7 @@ class Simulator:
         self._tracks: dict[Request, Track] = {}
         self._params: dict[int, SamplingParams] = {}
         self._events: list[tuple[float, int, Job | Sent | Transit]] = []  # a heap
-        self._count = self._groups = 0
+        self._count = self._groups = self._sent = 0
         self._following: dict[Job, list[Job]] = {}
         self._pages = sum(worker.pages for worker in self.workers)
 
@@ -139,7 +139,8 @@ class Simulator:
             params = self._params[job.declared] = SamplingParams(max_tokens=job.declared)
         limit = max(prompt, position_limit(prompt, job.declared, scheduler.max_context))
         sent = Sent(job, now)
-        requests = [Request(str(self._count), i, job.prompt, params, limit, arrival=now,  # type: ignore[arg-type]
+        self._sent += 1
+        requests = [Request(f"job-{self._sent}", i, job.prompt, params, limit, arrival=now,  # type: ignore[arg-type]
                             service=service) for i in range(job.n)]
         for request in requests:
             if job.n > 1:

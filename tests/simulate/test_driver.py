@@ -166,6 +166,14 @@ def test_hit_rate_is_what_an_infinite_pool_finds():
     assert recorder.asked == sum(len(one.prompt) for one in jobs)
 
 
+def test_who_opts_out_of_the_cache_finds_nothing():
+    jobs = busy_workload(50, sharing=SharingConfig(length=LengthConfig(value=100)))
+    assert simulator(cache=False).run(jobs).saved == 0
+    assert simulator().run(jobs).saved > 0
+    private = [job(0.1 * i, 100, 2, service=ServiceParams(cache=i % 2 == 0)) for i in range(6)]
+    assert simulator().run(private).saved == 2 * 96  # the third and the fifth, behind the first
+
+
 def test_choices_share_their_prompt():
     sim = simulator()
     recorder = sim.run([job(0.0, 100, 6, n=3)])

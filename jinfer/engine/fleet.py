@@ -203,10 +203,10 @@ class Fleet:
             raise failure
         self._metrics.workers_lost += 1
         worker.give_up(failure)
-        if not any(other.role == "decode" for other in self.alive):
+        if worker.role == "decode" and not any(other.role == "decode" for other in self.alive):
             for other in self.alive:  # they decode themselves now
                 other.role = "both"
-                other.scheduler.decode_rows = other.scheduler.max_rows
+                other.scheduler.decode_rows = worker.scheduler.decode_rows
         for request in [request for request, home in self._home.items() if home is worker]:
             self.handover.drop(request)
             self._ready.pop(request, None)

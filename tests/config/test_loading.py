@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jinfer.config import EngineConfig, LayoutConfig, ModelConfig
+from jinfer.config import DisaggregationConfig, EngineConfig, LayoutConfig, ModelConfig
 from jinfer.config.engine import POLICIES
 from jinfer.config.loading import config_names, configs_dir, load_config, replace_config
 from jinfer.errors import ConfigError
@@ -84,6 +84,12 @@ def test_layout_by_name_and_then_changed():
     changed = load_config(EngineConfig, "default", ["layout=tp4", "layout.rules.ffn=null"]).layout
     assert changed.mesh == {"tensor": 4}
     assert changed.rules["ffn"] is None
+
+
+def test_a_part_that_is_not_there_by_default():
+    changed = load_config(EngineConfig, None, ["disaggregation.decode=tp4", "disaggregation.decode_workers=2"])
+    assert changed.disaggregation == DisaggregationConfig(decode=load_config(LayoutConfig, "tp4"), decode_workers=2)
+    assert load_config(EngineConfig, "disaggregated", ["disaggregation=null"]).disaggregation is None
 
 
 def test_the_last_override_wins():

@@ -70,25 +70,29 @@ def bold(engine: Engine) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def short_of_pages(engine: Engine, pages: int, host_pages: int = 0) -> Iterator[None]:
+def short_of_pages(engine: Engine, pages: int, host_pages: int = 0, *, preempts: bool = True) -> Iterator[None]:
     """Inside, the engine gives out so many pages of its pool only, and must preempt somebody; nothing is compiled anew.
 
+    The prefix cache is empty at its beginning, and at its end: the pages have had other owners.
     host_pages: for so many the host tier has room (the engine needs one).
     """
     (worker,) = engine.workers
     scheduler, before = worker.scheduler, engine.metrics.preemptions
     whole = scheduler.pages
-    host = HostTier(host_pages * sum(worker.runner.catalog.page_bytes()), worker.runner.catalog.page_bytes())
+    sizes = worker.runner.catalog.page_bytes()
+    host = HostTier(host_pages * sum(sizes), sizes) if host_pages else None
     scheduler.pages = RequestPages(
-        [PagePool(pages + 1, pool.page_size, pool.window) for pool in whole.pools], scheduler.decode_steps,
-        host if host_pages else None)
+        [PagePool(min(pages + 1, pool.num_pages), pool.page_size, pool.window) for pool in whole.pools],
+        scheduler.decode_steps, host)
     try:
         with bold(engine):
             yield
-        assert engine.metrics.preemptions > before, "nobody was preempted"
+        assert not preempts or engine.metrics.preemptions > before, "nobody was preempted"
     finally:
-        scheduler.pages = whole
-        engine.metrics.count_pages(whole.pools)
+        scheduler.pages = RequestPages(
+            [PagePool(pool.num_pages, pool.page_size, pool.window) for pool in whole.pools], scheduler.decode_steps,
+            HostTier(whole.index.host.budget, sizes) if whole.index.host else None)
+        engine.metrics.count_pages(scheduler.pages.pools)
 
 
 def golden(name: str) -> dict[str, Any]:

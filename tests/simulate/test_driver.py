@@ -236,3 +236,11 @@ def test_workers_of_their_own_are_not_stretched_by_each_other():
     assert longest() == pytest.approx(74e-3)  # a chunk of 64 beside each step
     assert longest(prefill=1, decode=1) < 35e-3
     assert longest(prefill=1, decode=1, lockstep=True) == pytest.approx(64e-3, abs=5e-3)  # waits for the other's steps
+
+
+def test_requests_that_keep_to_themselves_share_nothing():
+    """A request's id is all that separates it from others which opted out, too."""
+    jobs = [job(0.05 * i, 256, 20) for i in range(4)]
+    shared, alone = simulator(prefill_tokens=512).run(jobs), simulator(prefill_tokens=512, cache=False).run(jobs)
+    assert shared.saved == 3 * 240
+    assert (alone.saved, alone.prefill_tokens) == (0, 4 * 256)

@@ -1,5 +1,6 @@
 """Fleet: the workers of an engine, which of them has which request, and what becomes of those of one that is lost."""
 
+import time
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -12,6 +13,8 @@ from jinfer.errors import JinferError
 from jinfer.observe.metrics import Metrics
 from jinfer.scheduler import FinishReason, Request, Scheduler, Status
 from jinfer.scheduler.request import Given
+
+POLL = 2e-4  # seconds between looks at several workers none of which is done; a decode step takes ten times as long
 
 
 class Fleet:
@@ -103,9 +106,11 @@ class Fleet:
         return list(dict.fromkeys(late))  # who has moved is known to several
 
     def dispatch(self, now: float) -> list[Pending]:
-        """Every worker plans and starts a step; returns those started."""
+        """Every worker that is not ahead already plans and starts a step; returns those started."""
         started = []
         for worker in self.alive:
+            if worker.full:
+                continue
             plan = worker.plan(now)
             try:
                 pending = worker.dispatch(plan)
@@ -117,14 +122,18 @@ class Fleet:
         return started
 
     def collect(self) -> Iterator[StepResults]:
-        """Results of the steps before those started last; the caller has appended one's tokens when it asks on."""
-        for worker in self.alive:
+        """Results of steps, in order for each worker; the caller has appended one's tokens when it asks on.
+
+        One worker is waited for. Of several those that are done are collected, and some are waited for only when there
+        is nothing else to do: decode must not keep pace with prefill.
+        """
+        for worker in self._collectable():
+            if worker.failure is not None:
+                continue
             try:
                 results = worker.collect()
             except Exception as error:
                 self._lose(worker, error)
-                continue
-            if results is None:
                 continue
             yield results
             worker.collected(results.plan)
@@ -132,12 +141,23 @@ class Fleet:
                 prefilled = [chunk.request for chunk in results.plan.chunks if chunk.samples]
                 self._ready.update((request, None) for request in prefilled if request in self._home)
 
+    def _collectable(self) -> list[Worker]:
+        alive = self.alive
+        due = [worker for worker in alive if worker.due]
+        if len(alive) == 1:
+            return due
+        while True:
+            ready = [worker for worker in due if worker.ready]
+            if ready or not due or any(worker.eager for worker in alive) or self.handover.has_arrived:
+                return ready
+            time.sleep(POLL)
+
     def hand_over(self, wait: bool) -> None:
         """Requests whose KV has arrived join their decode worker, prefilled ones leave for one.
 
         wait: nothing else is going on, so wait for a transfer.
         """
-        for transit, failure in self.handover.arrived(wait):
+        for transit, failure in self.handover.arrived(wait and not self.handover.has_arrived):
             self._arrive(transit, failure)
         for request in list(self._ready):
             exits = [worker for worker in self.alive if worker.role == "decode"]

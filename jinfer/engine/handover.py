@@ -56,6 +56,11 @@ class Handover:
         """Requests whose KV is under way."""
         return len(self._transits)
 
+    @property
+    def has_arrived(self) -> bool:
+        """The KV of some request is where it is to be."""
+        return any(all(x.is_ready() for x in jax.tree.leaves(transit.arriving)) for transit in self._transits.values())
+
     @staticmethod
     def size(request: Request, worker: Worker) -> int:
         """Bytes of its KV on the devices of a worker that holds it."""

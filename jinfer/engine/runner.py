@@ -34,6 +34,10 @@ class Pending:
     prefill_seconds: float | None = None  # what the calls took, once they are collected
     decode_seconds: float | None = None
 
+    def is_ready(self) -> bool:
+        """All calls are done."""
+        return all(x.is_ready() for x in jax.tree.leaves((self.moved, self.prefill, self.scores, self.decode)))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sampled:

@@ -16,8 +16,9 @@ Role = Literal["both", "prefill", "decode"]
 class Worker:
     """Plans and dispatches a step, and collects the one before it.
 
-    A turn of the loop calls `plan`, `dispatch`, `collect` and, when the results are appended, `collected`. Between
-    dispatch and collect other workers dispatch theirs, so that device groups overlap.
+    A turn of the loop calls `plan` and `dispatch` unless it is `full`, then, if it is `due`, `collect` and, when the
+    results are appended, `collected`. Between dispatch and collect other workers dispatch theirs, so that device groups
+    overlap; with several, one is collected when it is `ready`, so that none keeps pace with another.
 
     Attributes:
       scheduler, runner: its parts. role: what it is for; one for decode is a complete engine all the same.
@@ -36,14 +37,34 @@ class Worker:
                                 for group, count in zip(runner.kv, runner.pages, strict=True))
         self.coming: dict[Request, int] = {}
         self.failure: Exception | None = None
-        self._last: Pending | None = None  # dispatched in this turn
-        self._before: Pending | None = None  # in the turn before
+        self._pending: list[Pending] = []  # dispatched and not collected, two at most
+        self._idle = False  # there was nothing to dispatch in the last turn
         self._plans: list[StepPlan] = []  # not collected
 
     @property
     def has_work(self) -> bool:
         """Something to plan or to collect."""
-        return bool(self.scheduler.has_work or self._last)
+        return bool(self.scheduler.has_work or self._pending)
+
+    @property
+    def full(self) -> bool:
+        """It is one step ahead: nothing more is planned before a step is collected."""
+        return len(self._pending) == 2
+
+    @property
+    def due(self) -> bool:
+        """Nothing is left to do here but to collect a step."""
+        return self.full or (self._idle and bool(self._pending))
+
+    @property
+    def eager(self) -> bool:
+        """It may have another step to start at once."""
+        return not self.full and not self._idle
+
+    @property
+    def ready(self) -> bool:
+        """The step to collect is done: `collect` will not wait."""
+        return self._pending[0].is_ready()
 
     @property
     def expected_bytes(self) -> int:
@@ -60,14 +81,15 @@ class Worker:
 
     def dispatch(self, plan: StepPlan) -> Pending | None:
         """Starts a step; None if there is nothing to compute."""
-        self._before, self._last = self._last, None if plan.empty else self.runner.dispatch(plan)
-        return self._last
-
-    def collect(self) -> StepResults | None:
-        """Waits for the step before the one `dispatch` started; None if there was none."""
-        pending, self._before = self._before, None
-        if pending is None:
+        self._idle = plan.empty
+        if plan.empty:
             return None
+        self._pending.append(self.runner.dispatch(plan))
+        return self._pending[-1]
+
+    def collect(self) -> StepResults:
+        """Waits for the oldest step that was not collected."""
+        pending = self._pending.pop(0)
         results = StepResults(pending.plan, *self.runner.collect(pending))
         self.scheduler.observe(pending.plan, pending.prefill_seconds, pending.decode_seconds)
         for transfer in self.runner.transfers():
@@ -98,5 +120,5 @@ class Worker:
 
     def close(self) -> None:
         """Frees the device arrays."""
-        self._last = self._before = None
+        self._pending.clear()
         self.runner.close()

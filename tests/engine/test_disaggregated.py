@@ -7,6 +7,7 @@ import pytest
 
 from jinfer.config import DisaggregationConfig, EngineConfig, LayoutConfig, SamplingParams
 from jinfer.engine.engine import Engine
+from jinfer.engine.runner import Pending
 from jinfer.engine.transfer import BetweenProcesses
 from jinfer.errors import ConfigError, JinferError, LayoutError
 from jinfer.scheduler import Status
@@ -70,6 +71,45 @@ def test_tokens_equal_one_engine(engines, plain, split):
     assert done.workers_lost == 0
     assert engine.workers[0].runner.metrics is engine.metrics
     assert all(not worker.scheduler.preemptions for worker in engine.workers)
+
+
+def test_decode_does_not_wait_for_prefill(engines, plain, monkeypatch):
+    """While a prefill call takes as long as seven decode calls, those are made."""
+    engine = engines.get("llama_plain", disaggregation=ONE_TO_TWO, **FEW)
+    prefill, *others = engine.workers
+    monkeypatch.setattr("jinfer.engine.fleet.POLL", 0.0)
+    first = engine.submit(PROMPTS[-1], GREEDY)
+    early = []
+    while not any(worker.scheduler.running for worker in others):
+        early += engine.step()
+    slow, made = [], []
+    dispatch = prefill.runner.dispatch
+
+    def slowly(plan):
+        pending = dispatch(plan)
+        slow.append(pending)
+        return pending
+
+    monkeypatch.setattr(prefill.runner, "dispatch", slowly)
+    is_ready = Pending.is_ready
+    monkeypatch.setattr(Pending, "is_ready", lambda p: is_ready(p) and (p not in slow or len(made) >= 7))
+    collect = prefill.runner.collect
+
+    def collected(pending):
+        assert pending.is_ready(), "a prefill call is waited for"
+        return collect(pending)
+
+    monkeypatch.setattr(prefill.runner, "collect", collected)
+    second = engine.submit(PROMPTS[-2], GREEDY)
+    calls = engine.metrics.decode_calls
+    while not slow:
+        early += engine.step()
+    for _ in range(7):
+        early += engine.step()
+        made.append(engine.metrics.decode_calls - calls)
+    assert made[-1] >= 6
+    outputs, _ = drain(engine, early)
+    assert ids([outputs[first], outputs[second]]) == ids([plain[0][-1], plain[0][-2]])
 
 
 @pytest.mark.parametrize("name", ["gemma2", pytest.param("deepseek_v2", marks=pytest.mark.slow)])

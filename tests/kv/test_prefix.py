@@ -49,7 +49,7 @@ def test_what_begins_alike_is_found_as_far_as_it_is_alike():
     index, _ = make()
     first = Chain(index, [1, 2, 3, 4, 5, 6])
     assert [node.pages for node in first.found()] == [[1], [2], [3]]
-    keys = first.keys[:2] + [index.next_key(first.keys[1], index.pack([5, 7])[0])]
+    keys = [*first.keys[:2], index.next_key(first.keys[1], index.pack([5, 7])[0])]
     assert len(index.usable(keys, SALT)) == 2
     check(index, first)
 

@@ -108,6 +108,7 @@ def test_decode_does_not_wait_for_prefill(engines, plain, monkeypatch):
         early += engine.step()
         made.append(engine.metrics.decode_calls - calls)
     assert made[-1] >= 6
+    assert engine.metrics.workers_lost == 0
     outputs, _ = drain(engine, early)
     assert ids([outputs[first], outputs[second]]) == ids([plain[0][-1], plain[0][-2]])
 

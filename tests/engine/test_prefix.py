@@ -41,6 +41,13 @@ every_model = pytest.mark.parametrize("engine", MODELS, indirect=True)
 one_model = pytest.mark.parametrize("engine", MODELS[:1], indirect=True)
 
 
+def models_and(name, values, quick, ids=None):
+    """All values with the first model, and a few with the others; the rest is slow."""
+    cases = [pytest.param(model, value, id=f"{model}-{word}", marks=[] if model == MODELS[0] or value in quick else pytest.mark.slow)
+             for model in MODELS for value, word in zip(values, ids or values, strict=True)]
+    return pytest.mark.parametrize(("engine", name), cases, indirect=["engine"])
+
+
 def serve(engine, prompt, params=GREEDY, service=None):
     name = engine.submit(prompt, params, service=service)
     return drain(engine)[0][name]
@@ -94,8 +101,7 @@ def test_prefixes_that_come_back_from_host_memory(engine):
     assert metrics.pages_swapped_out > before[1]
 
 
-@every_model
-@pytest.mark.parametrize("host_pages", [0, 12, 200], ids=["recomputed", "some swapped", "swapped"])
+@models_and("host_pages", [0, 12, 200], [200], ids=["recomputed", "some swapped", "swapped"])
 def test_preempted_and_resumed(engine, host_pages):
     """In a pool that hardly holds two of them, each more urgent than those before."""
     want, scheduler = alone(engine, STRANGERS, LONGER), engine.workers[0].scheduler
@@ -136,8 +142,7 @@ def separately(engine, prompt, params, service=ALONE):
         params.seed + i * GOLDEN_RATIO) % 2**64), service).completions[0] for i in range(params.n)]
 
 
-@every_model
-@pytest.mark.parametrize("length", [3 * SIZE - 1, 3 * SIZE, 3 * SIZE + 1, 1, 2])
+@models_and("length", [3 * SIZE - 1, 3 * SIZE, 3 * SIZE + 1, 1, 2], [3 * SIZE - 1])
 def test_choices_equal_requests_of_their_own(engine, length):
     """n is more than there are rows: some fork from a sibling that has gone on."""
     before = engine.metrics.forked_pages

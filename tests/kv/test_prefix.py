@@ -101,19 +101,24 @@ def test_eviction_takes_the_least_important_then_the_oldest_then_the_deepest():
     assert len(index) == 0
 
 
-def test_a_hit_makes_pages_young_again_and_takes_the_better_class():
+@pytest.mark.parametrize("priority", [1, 3], ids=["better class", "young again"])
+def test_a_hit_makes_pages_young_again_and_takes_the_better_class(priority):
     index, pools = make(pages=4)
     a, b = Chain(index, [1, 1, 1, 1], priority=3), Chain(index, [2, 2, 2, 2], priority=3)
     a.release()
-    b.release()
+    if priority == 3:
+        b.release()
     nodes = a.found()
     pools[0].retain([node.pages[0] for node in nodes])
     for node in nodes:
-        index.touch(node, 1)
+        index.touch(node, priority)
     pools[0].release([node.pages[0] for node in reversed(nodes)])
+    if priority == 1:
+        b.release()  # last, but less important
     assert {pools[0].allocate(1)[0], pools[0].allocate(1)[0]} == {3, 4}
     assert len(a.found()) == 2
     assert b.found() == []
+
 
 
 def test_pages_go_to_the_host_and_come_back_and_the_slot_keeps_them():

@@ -173,6 +173,7 @@ class Life:
         for loop in self.loops:
             loop.scheduler.check()
             self._forgets(loop.scheduler)
+            assert len(loop.scheduler._timeouts) <= loop.scheduler.waiting + loop.scheduler.running
         assert sum(loop.scheduler.waiting + loop.scheduler.running for loop in self.loops) == len(self.live())
 
     def finish(self, random: Random):
@@ -193,7 +194,7 @@ class Life:
         device = self.loops[0].device
         for request in self.requests:
             expected = alone(request, self.loops[0].host_stops.get(request), device.sees)
-            ended = request.finish_reason not in ("cancelled", "timeout")
+            ended = request.finish_reason not in ("cancelled", "timeout", "error")
             assert request.outputs == (expected if ended else expected[:len(request.outputs)])
             assert request.in_flight == 0
             assert request.preemptions <= self.scheduler.max_preemptions

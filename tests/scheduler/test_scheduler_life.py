@@ -46,7 +46,7 @@ def live(life: Life, random: Random, operations: int) -> Counter[str]:
         elif name == "unpin" and life.pins:
             life.unpin(*random.choice(life.pins))
         elif anybody is not None and name == "cancel":
-            life.end(anybody, "cancelled")
+            life.end(anybody, random.choice(["cancelled", "cancelled", "error"]))
         elif anybody is not None and name == "hand_over":
             for request in life.live():
                 life.hand_over(request)

@@ -48,11 +48,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.life.hand_over(request)
 
     @precondition(lambda self: self.life.requests)
-    @rule(data=st.data(), what=st.sampled_from(["again", "restart", "pin", "cancel"]))
+    @rule(data=st.data(), what=st.sampled_from(["again", "restart", "pin", "cancelled", "error"]))
     def somebody(self, data, what):
         request = data.draw(st.sampled_from(self.life.requests))
-        if what == "cancel":
-            self.life.end(request, "cancelled")
+        if what in ("cancelled", "error"):
+            self.life.end(request, what)
         else:
             getattr(self.life, what)(request)
 

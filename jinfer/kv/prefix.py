@@ -23,7 +23,8 @@ class PrefixIndex:
     Attributes:
       outs: pages on their way to the host tier, for the plan in the making. host: the tier, if there is one.
       worth: loading pages is cheaper than computing them; else the host keeps none.
-      queried, hit, host_hit: tokens looked up on admission, found, and found in the host tier only.
+      queried, hit, host_hit: tokens looked up on admission, found, and found in part in the host tier only; of requests
+        that use the cache.
     """
 
     def __init__(self, pools: Sequence[PagePool], host: HostTier | None = None):
@@ -81,7 +82,6 @@ class PrefixIndex:
         """What the host tier has of the node is wanted in this plan."""
         assert self.host is not None
         self.host.read(g, node.slots[g])
-        self.host_hit += self.page_size
 
     def load(self, g: int, node: Node, page: int) -> PageIn:
         """The node's block comes back from the host tier into a page that is held by whoever asked."""

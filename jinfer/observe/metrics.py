@@ -33,12 +33,13 @@ class Metrics:
       requests_waiting, requests_running: gauges, choices one by one. requests_finished, requests_cancelled,
       requests_failed, requests_timed_out: by how they ended. requests_rejected: not taken, the queue was full or the
       engine drained. requests_handed_back: taken, then given back by a drain.
-      preemptions: times a request lost its pages; swaps: of them, those whose pages went to the host tier rather than
-      being given up. recomputed_tokens: positions computed again after it;
-      restored_tokens: positions that were still cached or came back from the host.
+      preemptions: times a request lost its pages; swaps: of them, those after which pages came back from the host.
+      recomputed_tokens: positions computed again after it; restored_tokens: positions that were still cached or came
+      back from the host.
       prompt_tokens: of accepted requests. prefill_tokens: computed by prefill calls (recomputation included).
-      prefix_queries: tokens looked up in the prefix cache. prefix_hits: found there, prefix_host_hits: of these in host
-      memory. saved_tokens: positions no prefill call had to compute, because they were cached or shared.
+      prefix_queries: tokens looked up in the prefix cache, by requests that use it. prefix_hits: found there,
+      prefix_host_hits: of these in host memory. saved_tokens: positions no prefill call had to compute, because they
+      were cached or shared.
       evictions: cached pages given to others. admission_ratio (gauge): what admission reserves of the longest outputs
       requests could have.
       stalls_preemption, stalls_prefill, stalls_other: gaps between tokens that were far longer than usual or than the

@@ -41,8 +41,8 @@ class Summary:
 
     Attributes:
       requests: that ran to their end. failed: refused or ended by an error. timed_out: of the requests, ended by their
-      timeout. preemptions: times a request lost its pages; swaps: of them, to the host tier; recomputed_tokens,
-      restored_tokens: positions computed again after it, and positions that were not.
+      timeout. preemptions: times a request lost its pages; swaps: of them, with pages back from the host tier;
+      recomputed_tokens, restored_tokens: positions computed again after it, and positions that were not.
       cached_tokens: of the prompts, from the prefix cache; saved_tokens: positions no prefill call computed, those that
       choices of one prompt share included; hit_rate: share of the tokens looked up that the cache had, None when none
       were. evictions: cached pages given to others. stalls: gaps between tokens that were far longer than usual, by

@@ -114,15 +114,22 @@ class RequestPages:
             short.append(need - self.reserve.room(g, request))
         return short
 
-    def admit(self, request: Request, found: Found) -> None:
-        """Gives a request the pages of all its tokens, or of a window's worth of them; there are enough of them."""
+    def admit(self, request: Request, found: Found) -> int:
+        """Gives a request the pages of all its tokens, or of a window's worth of them; there are enough of them.
+
+        Returns how many blocks come back from the host tier for it.
+        """
         size, spans = self.page_size, [self._span(request, found, g) for g in range(len(self.pools))]
         self.sharing.enter(request, found)  # it and what it shares are held before anything is evicted to make room
+        loaded: set[int] = set()  # blocks, of whichever groups
         for g, (first, _, shared) in enumerate(spans):
             self.pools[g].retain(shared)
             for node in found.nodes[first:]:
                 if not node.pages[g]:
                     self.index.hold(g, node)
+                    loaded.add(node.depth)
+        if request.service.cache:
+            self.index.host_hit += len(loaded) * size
         request.pages, request.gone = [], []
         full = found.start // size
         for g, (first, until, shared) in enumerate(spans):
@@ -148,6 +155,7 @@ class RequestPages:
             count = pages_for(found.start, size)
             self._received.append(Received(request, tuple(tuple(table[:count]) for table in request.pages)))
         self._set_due(request)
+        return len(loaded)
 
     def extend(self, request: Request, stop: int) -> int:
         """Pages for a chunk from request.computed to `stop`, as far as there are; returns where it can end.

@@ -85,7 +85,7 @@ class Scheduler:
         self.swap_cost = swap_cost or SwapCost()
         self.draining = False
         self.preemptions = self.rejections = 0
-        self.swaps = 0  # preemptions whose pages the host tier would rather load again than compute
+        self.swaps = 0  # returns from preemption for which pages came back from the host tier
         self._queue = RequestQueue()
         self._active: list[Request] = []  # in order of rank
         self._slots = list(range(1, max_rows + 1))  # a heap: low slots first keep the rows dense
@@ -381,7 +381,8 @@ class Scheduler:
 
     def _admit(self, request: Request, found: Found) -> None:
         self._queue.remove(request)
-        self.pages.admit(request, found)
+        if self.pages.admit(request, found) and request.preemptions:
+            self.swaps += 1
         request.slot = heapq.heappop(self._slots)
         request.status = Status.PREFILLING
         request.joined = request.advanced = False
@@ -458,8 +459,6 @@ class Scheduler:
         self._release(victim)
         victim.preemptions += 1
         self.preemptions += 1
-        if self.pages.index.host is not None and self.pages.index.worth:
-            self.swaps += 1
         self.estimate.preempted()
         victim.protected = victim.preemptions >= self.max_preemptions
         self._queue.add(victim, victim.rank)

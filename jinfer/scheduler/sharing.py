@@ -96,15 +96,16 @@ class Sharing:
         for node in found.nodes:
             self.index.touch(node, request.service.priority)
         request.computed = request.cached = found.start
-        if request.given is None and not request.scores_prompt:
+        if not request.service.cache:
+            return
+        if request.given is None and found.sibling is None and not request.scores_prompt:
             self.index.queried += request.length
             self.index.hit += found.start
-        if request.service.cache:
-            promised = request.length // size
-            self._hash(request, promised)
-            request.promised = max(promised, request.blocks)
-            for key in request.keys[request.blocks:request.promised]:
-                self._coming[key] = self._coming.get(key, 0) + 1
+        promised = request.length // size
+        self._hash(request, promised)
+        request.promised = max(promised, request.blocks)
+        for key in request.keys[request.blocks:request.promised]:
+            self._coming[key] = self._coming.get(key, 0) + 1
 
     def publish(self, request: Request, blocks: int) -> None:
         """Makes known so many first blocks of an active request: full, and dispatched."""

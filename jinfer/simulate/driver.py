@@ -317,7 +317,7 @@ class Simulator:
         track = transit.track
         if track.request in self._tracks:
             track.request.given = Given(transit.tokens, None)
-            track.worker.scheduler.add(track.request)
+            track.worker.scheduler.add(track.request, again=True)
             self._host_of[track.worker].rouse(now)
 
     def _end(self, track: Track, outcome: Outcome, now: float) -> None:

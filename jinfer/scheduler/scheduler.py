@@ -40,7 +40,10 @@ class Scheduler:
       over nothing else: who does not fit holds up the rest, so a long prompt is not starved by short ones.
     - Who lacks a page takes those of the worst-ranked active request, its own if none is worse. So the best-ranked
       is never evicted for a page, and moves on.
-    - A waiting request may evict rows only of a strictly less urgent class than its own, never an equal one.
+    - Prompt tokens of a step go to the best-ranked, too: who waits and could be admitted does not first wait for the
+      rest of a prompt that ranks behind it.
+    - A waiting request may evict only rows that rank behind it and are of a strictly less urgent class, never an equal
+      one.
     - After `max_preemptions` a request is protected: admitted only with all pages it can ever need kept for it, and
       never a victim again.
     So every request is evicted at most max_preemptions times, and waits at most for those that its policy lets
@@ -155,9 +158,9 @@ class Scheduler:
         """
         self.pages.begin()
         preemptions = self.preemptions
-        if self._queue:
-            self._make_way(now)
         admit, decode = self._phase(now)
+        if admit and self._queue:
+            self._make_way()
         active, steps = self._active, self.decode_steps
         chunks: list[Chunk] = []
         rows: list[DecodeRow] = []
@@ -411,7 +414,7 @@ class Scheduler:
         """Pages for a decode call up to `stop`, of whoever holds them; None if it had to be evicted itself."""
         while (new := self.pages.advance(request, stop)) is None:
             if not self._make_room(request, planned):
-                self._preempt(request)
+                self._run_short(request)
                 return None
         return new
 
@@ -425,23 +428,33 @@ class Scheduler:
         if not sum(self.pages.leave(other) for other in later):
             if victim is None:
                 return False
-            self._preempt(victim)
+            self._run_short(victim)
         return True
 
-    def _make_way(self, now: float) -> None:
-        """Evicts rows of less urgent classes where the first of the queue finds no row or no pages; admits it then."""
+    def _make_way(self) -> None:
+        """Admits the first of the queue before this step's prompt tokens go to requests that rank behind it.
+
+        Where it finds no row or no pages it takes those of less urgent classes among them.
+        """
         head = self._queue.first
         assert head is not None
-        mine = head.service.priority
-        if not self._classes or max(self._classes) <= mine or head.in_flight:
+        if not self._active or self._active[-1].rank < head.rank or head.in_flight:
+            return
+        mine, choose = head.service.priority, self.policy.choose
+        behind = [r for r in reversed(self._active) if r.rank > head.rank]
+        victims = [r for r in behind if r.service.priority > mine and not r.protected]
+        # Within a class it is not the rank alone that says who is admitted first, where a policy chooses.
+        sooner = any(r.status is Status.PREFILLING for r in behind if choose is None or r.service.priority > mine)
+        if not victims and (not sooner or self._blocked == self._blockade(head)):
             return
         found = self.pages.sharing.find(head)
         if self.pages.sharing.waits(head, found):
             return
         short = self._lacks(head, found)
         if self._slots and all(lack <= 0 for lack in short):
+            if sooner:
+                self._admit(head, found)
             return
-        victims = [r for r in reversed(self._active) if r.service.priority > mine and not r.protected]
         for g, lack in enumerate(short):  # not for nothing
             if lack > sum(len(r.pages[g]) - r.gone[g] for r in victims):
                 return
@@ -453,13 +466,17 @@ class Scheduler:
         if self._slots and all(lack <= 0 for lack in self._lacks(head, found)):
             self._admit(head, found)
 
+    def _run_short(self, victim: Request) -> None:
+        """Evicts a request because more was admitted than there are pages for."""
+        self._preempt(victim)
+        self.estimate.preempted()
+
     def _preempt(self, victim: Request) -> None:
         """Evicts a request. It will compute prompt and outputs again, but for what stays cached."""
         self._active.remove(victim)
         self._release(victim)
         victim.preemptions += 1
         self.preemptions += 1
-        self.estimate.preempted()
         victim.protected = victim.preemptions >= self.max_preemptions
         self._queue.add(victim, victim.rank)
 

@@ -1,5 +1,6 @@
 """Sharing: what requests need not compute, because others have or are about to."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ class Sharing:
         self.index = index
         self.page_size = index.page_size
         self.step = 0
-        self._coming: dict[int, int] = {}  # blocks that active requests are about to compute
+        self._coming: dict[int, list[Request]] = {}  # blocks, and which active requests are about to compute them
 
     def first(self, g: int, position: int) -> int:
         """The first block of a page group that the query at a position sees."""
@@ -63,7 +64,10 @@ class Sharing:
         return Found(len(nodes) * self.page_size, nodes)
 
     def waits(self, request: Request, found: Found) -> bool:
-        """It should wait for what an active request is about to compute, and then find it."""
+        """It should wait for what an active request is about to compute, and then find it.
+
+        One that ranks behind it may be held up by others that do, so it waits for none of these.
+        """
         if found.sibling is not None or request.given is not None or request.scores_prompt:
             return False
         if not request.outputs and any(
@@ -71,7 +75,9 @@ class Sharing:
                 for other in request.siblings):
             return True
         following = found.start // self.page_size
-        return following < (request.length - 1) // self.page_size and request.keys[following] in self._coming
+        if following >= (request.length - 1) // self.page_size:
+            return False
+        return any(other.rank < request.rank for other in self._coming.get(request.keys[following], ()))
 
     def chain(self, request: Request) -> Sequence[Node] | None:
         """All full blocks of a prompt, if they are known."""
@@ -105,7 +111,7 @@ class Sharing:
         self._hash(request, promised)
         request.promised = max(promised, request.blocks)
         for key in request.keys[request.blocks:request.promised]:
-            self._coming[key] = self._coming.get(key, 0) + 1
+            self._coming.setdefault(key, []).append(request)
 
     def publish(self, request: Request, blocks: int) -> None:
         """Makes known so many first blocks of an active request: full, and dispatched."""
@@ -117,14 +123,14 @@ class Sharing:
             key = request.keys[i]
             tip = index.publish(tip, key, tokens, [pages[i] for pages in request.pages], request.service.priority)
             if i < request.promised:
-                self._kept_promise(key)
+                self._kept_promise(key, request)
         request.tip, request.blocks = tip, blocks
 
     def leave(self, request: Request) -> None:
         """A request publishes no more, and keeps no more promises."""
         assert request.tip is not None
         for i in range(request.blocks, request.promised):
-            self._kept_promise(request.keys[i])
+            self._kept_promise(request.keys[i], request)
         self.index.leave(request.tip)
         request.tip = None
         request.blocks = request.promised = 0
@@ -136,11 +142,11 @@ class Sharing:
 
     def check(self, active: Sequence[Request]) -> None:
         """Asserts what must hold of promises and the index. O(index)."""
-        coming: dict[int, int] = {}
+        coming: dict[int, Counter[Request]] = {}
         for request in active:
             for key in request.keys[request.blocks:request.promised]:
-                coming[key] = coming.get(key, 0) + 1
-        assert coming == self._coming, "a promise was forgotten"
+                coming.setdefault(key, Counter())[request] += 1
+        assert coming == {key: Counter(some) for key, some in self._coming.items()}, "a promise was forgotten"
         self.index.check(request.tip for request in active if request.tip is not None)
 
     def _forkable(self, other: Request, last: int) -> bool:
@@ -150,11 +156,10 @@ class Sharing:
         blocks = pages_for(last, self.page_size)
         return all(all(pages[self.first(g, last):blocks]) for g, pages in enumerate(other.pages))
 
-    def _kept_promise(self, key: int) -> None:
-        count = self._coming[key] - 1
-        if count:
-            self._coming[key] = count
-        else:
+    def _kept_promise(self, key: int, request: Request) -> None:
+        some = self._coming[key]
+        some.remove(request)
+        if not some:
             del self._coming[key]
 
     def _hash(self, request: Request, blocks: int) -> None:

@@ -15,6 +15,8 @@ from jinfer.simulate.recorder import Cause, Outcome, Recorder
 from jinfer.simulate.track import Sent, Track
 from jinfer.simulate.worker import NAN, Dispatched, Host, Worker
 
+SAMPLE = 32  # steps: how often what costs O(rows) is looked at
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transit:
@@ -250,6 +252,9 @@ class Simulator:
             if worker.role == "prefill":
                 self._ready.update((chunk.request, None) for chunk in plan.chunks if chunk.samples)
             self._hand_over(now)
+        if not len(recorder.steps.time) % SAMPLE:
+            recorder.held += sum(one.held for one in self.workers) * scheduler.pages.page_size
+            recorder.unfilled += sum(sum(one.scheduler.unfilled()) for one in self.workers)
         running = waiting = held = cached = 0
         for one in self.workers:
             running, waiting = running + one.scheduler.running, waiting + one.scheduler.waiting

@@ -119,10 +119,13 @@ class Machine:
                    for _ in range(self.split.decode_workers)])
 
     def simulate(self, jobs: Iterable[Job], *, stall: float = 0.2, overlap: bool = True,
-                 lockstep: bool = True) -> Recorder:
-        """Sends the jobs to one engine and returns what happened. stall, lockstep: see Simulator. overlap: see Link."""
+                 lockstep: bool = True, workers: list[Worker] | None = None) -> Recorder:
+        """Sends the jobs to one engine and returns what happened. stall, lockstep: see Simulator. overlap: see Link.
+
+        workers: fresh ones to send them to instead; of several that do all, to the one with the fewest requests.
+        """
         transfer = math.inf if self.split is None else self.split.transfer_gb * 2**30
-        simulator = Simulator(self.workers(overlap), host_seconds=self.device.host_seconds, stall=stall,
+        simulator = Simulator(workers or self.workers(overlap), host_seconds=self.device.host_seconds, stall=stall,
                               cache=self.config.prefix_cache, lockstep=lockstep, transfer=transfer)
         return simulator.run(jobs)
 

@@ -95,6 +95,7 @@ class Recorder:
         least half of what they had in the pool, or had some of it loaded from the host.
       swapped_out, swapped_in, received: bytes. evictions: cached pages handed out for other contents.
       busy: seconds the device computed; moving: seconds it waited for pages.
+      held, unfilled: positions of held pages, and those of them that are not computed yet, summed over samples.
     """
 
     def __init__(self, stall: float):
@@ -105,6 +106,7 @@ class Recorder:
         self.preemptions = self.returned_cached = self.returned_swapped = 0
         self.swapped_out = self.swapped_in = self.received = self.evictions = 0
         self.busy = self.moving = 0.0
+        self.held = self.unfilled = 0
 
     def gap(self, time: float, gap: float, count: int, group: int) -> None:
         gaps = self.gaps

@@ -69,7 +69,7 @@ class Report:
       seconds: of virtual time, from the first arrival to the last end. classes: all together, then each.
       steps: of the loop. busy: share of the time the device computed; moving: it waited for pages.
       stall: seconds; stalls: gaps longer than that by cause, stall_rate: of all gaps.
-      held, cached: mean share of the pool while something ran; held_peak.
+      held, cached: mean share of the pool while something ran; held_peak. unfilled: share of the positions of held pages that hold no token yet.
       hit_rate: share of the prompt tokens that were found in the cache; saved: tokens.
     """
 
@@ -91,6 +91,7 @@ class Report:
     waiting_peak: int
     held: float
     held_peak: float
+    unfilled: float
     cached: float
     evictions: int
     preemptions: int
@@ -142,7 +143,8 @@ def make_report(recorder: Recorder, names: tuple[str, ...] = ("all",), targets: 
         stall_rate=_per(sum(recorder.stalls.values()), known),
         running=over_time(running), running_peak=int(running.max(initial=0)),
         waiting=over_time(waiting), waiting_peak=int(waiting.max(initial=0)),
-        held=over_time(held), held_peak=float(held.max(initial=0.0)), cached=over_time(cached),
+        held=over_time(held), held_peak=float(held.max(initial=0.0)),
+        unfilled=_per(recorder.unfilled, recorder.held), cached=over_time(cached),
         evictions=recorder.evictions, preemptions=recorder.preemptions, returned_swapped=recorder.returned_swapped,
         returned_cached=recorder.returned_cached, recomputed=recorder.recomputed, swapped_out=recorder.swapped_out,
         swapped_in=recorder.swapped_in, received=recorder.received, hit_rate=_per(recorder.saved, recorder.asked),

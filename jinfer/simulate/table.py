@@ -48,7 +48,8 @@ def _rows(r: Report, machine: Machine) -> Iterable[tuple[str, str]]:
                                 f"{r.running_peak:,} / {r.waiting_peak:,} at most")
     pages = " + ".join(f"{count - 1:,}" for count in machine.pages)
     yield "KV pool", (f"{pages} pages of {machine.config.page_size} ({machine.pool_bytes / 2**30:,.2f} GiB a device), "
-                      f"held {r.held:.1%} in the mean, {r.held_peak:.1%} at most, cached {r.cached:.1%}")
+                      f"held {r.held:.1%} in the mean, {r.held_peak:.1%} at most, "
+                      f"{r.unfilled:.1%} of it not filled yet, cached {r.cached:.1%}")
     yield "prefix cache", f"{r.hit_rate:.1%} of prompt tokens found ({r.saved:,}), {r.evictions:,} pages evicted"
     again = f"{r.recomputed:,} tokens computed again" if r.preemptions else ""
     if r.preemptions:

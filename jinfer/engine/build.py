@@ -77,7 +77,7 @@ def build(model: str | Path, config: EngineConfig, progress: Progress) -> Parts:
         scheduler = Scheduler(
             [PagePool(count, config.page_size, window) for count, window in zip(pages, demand.windows, strict=True)],
             max_rows=config.max_rows, max_context=demand.context(pages), prefill_tokens=config.prefill_tokens,
-            max_chunks=parts.buckets.max_chunks, decode_steps=config.decode_steps,
+            max_chunks=parts.buckets.max_chunks, prefill_sizes=parts.buckets.prefill, decode_steps=config.decode_steps,
             decode_rows=0 if role == "prefill" else config.decode_rows, step_tokens=config.step_tokens,
             itl_target=config.itl_target, policy=find_policy(config.policy, config.ageing),
             reserving=config.admission == "reserving", max_preemptions=config.max_preemptions,

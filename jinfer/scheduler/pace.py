@@ -1,5 +1,6 @@
 """Pace: how many prompt tokens a step may compute beside its decoding rows."""
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 
@@ -16,13 +17,16 @@ class Pace:
     Attributes:
       prefill_tokens: most prompt tokens of a step. step_tokens: most tokens, prefill and decode together.
       itl_target: seconds a step with decoding rows should take at most; requests may want less.
+      sizes: that prefill calls are padded to, ascending; none: they take what their tokens take.
       step_time: what calls take, learned from `observe`.
     """
 
-    def __init__(self, prefill_tokens: int, step_tokens: int | None, itl_target: float | None, step_time: StepTime):
+    def __init__(self, prefill_tokens: int, step_tokens: int | None, itl_target: float | None, step_time: StepTime,
+                 sizes: Sequence[int] = ()):
         self.prefill_tokens = prefill_tokens
         self.step_tokens = step_tokens
         self.itl_target = itl_target
+        self.sizes = tuple(sizes)
         self.step_time = step_time
         self.context = 0  # positions of the rows of the last plan
         self._targets: Counter[float] = Counter()  # of the active requests that have one
@@ -55,7 +59,11 @@ class Pace:
             return budget
         left = target - self.step_time.decode_seconds(rows, self.context, steps)
         start = next((r.computed for r in active if r.status is Status.PREFILLING), 0)
-        return self.step_time.chunk_tokens(left, start, budget, LEAST_CHUNK)
+        tokens = self.step_time.chunk_tokens(left, start, budget, LEAST_CHUNK)
+        if tokens == budget:
+            return tokens
+        # A call of more would be padded to the next size, and take what that takes.
+        return max(LEAST_CHUNK, self.sizes[bisect_right(self.sizes, tokens) - 1]) if self.sizes else tokens
 
     def prompt_seconds(self, tokens: int) -> float:
         """Expected time of the prefill of a whole prompt."""
@@ -66,6 +74,8 @@ class Pace:
         if prefill_seconds is not None and plan.chunks:
             tokens = sum(chunk.length for chunk in plan.chunks)
             attended = sum(attended_positions(chunk.length, chunk.start) for chunk in plan.chunks)
+            if self.sizes and tokens < self.sizes[-1]:
+                tokens = self.sizes[bisect_left(self.sizes, tokens)]
             self.step_time.observe_prefill(tokens, attended, prefill_seconds)
         if decode_seconds is not None and plan.rows:
             context = sum(row.position for row in plan.rows)

@@ -56,7 +56,8 @@ class Scheduler:
                  max_chunks: int, decode_steps: int = 1, decode_rows: int | None = None,
                  step_tokens: int | None = None, itl_target: float | None = None, policy: Policy | None = None,
                  reserving: bool = False, max_preemptions: int = 3, max_waiting: int | None = None,
-                 host: HostTier | None = None, step_time: StepTime | None = None, swap_cost: SwapCost | None = None):
+                 host: HostTier | None = None, step_time: StepTime | None = None, swap_cost: SwapCost | None = None,
+                 prefill_sizes: Sequence[int] = ()):
         """Args:
           pools: where pages come from, one a page group, with pages of one size. host: where they go when evicted.
           max_rows: B, requests active together; they get slots 1..B.
@@ -68,6 +69,7 @@ class Scheduler:
           itl_target: seconds a step with decoding rows should take at most; prefill chunks shrink to keep it.
           policy: ranks requests. reserving: admission keeps the declared output lengths, not the expected ones.
           max_preemptions: how often a request may be evicted. max_waiting: requests the queue takes.
+          prefill_sizes: that prefill calls are padded to, ascending, up to prefill_tokens; none: to no size.
           step_time, swap_cost: what steps and swaps take, to start from; they learn from `observe`.
         """
         if min(max_rows, max_context, prefill_tokens, max_chunks, decode_steps) < 1:
@@ -80,7 +82,7 @@ class Scheduler:
         self.max_chunks = max_chunks
         self.decode_steps = decode_steps
         self.decode_rows = max_rows if decode_rows is None else min(decode_rows, max_rows)
-        self.pace = Pace(prefill_tokens, step_tokens, itl_target, step_time or StepTime())
+        self.pace = Pace(prefill_tokens, step_tokens, itl_target, step_time or StepTime(), prefill_sizes)
         self.policy = policy or priority(60.0)
         self.max_preemptions = max_preemptions
         self.max_waiting = max_waiting

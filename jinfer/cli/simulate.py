@@ -40,10 +40,6 @@ Itl = Annotated[float | None, typer.Option(metavar="SECONDS",
                                            help="Target for the mean time between a request's tokens, for goodput.")]
 Stall = Annotated[float, typer.Option(metavar="SECONDS", help="A gap between tokens that counts as a stall.")]
 Overlap = Annotated[bool, typer.Option("--no-overlap", help="The device waits for every copy from and to the host.")]
-OwnLoops = Annotated[bool, typer.Option(
-    "--own-loops",
-    help="Disaggregated workers have a loop each, as in processes of their own; else one loop waits in every turn for "
-         "the steps of all.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Html = Annotated[Path | None, typer.Option(metavar="OUT.html", help="Write plots over time, one self-contained page.")]
 
@@ -52,7 +48,7 @@ def simulate(workload: Workload, model: ModelName = "llama-3.1-8b", device: Devi
              config: Config = None, set_: Set = None, device_set: DeviceSet = None, policy: Policy = None,
              profile: Profile = None, rate: Rate = None, speed: Speed = None, requests: Requests = None,
              limit: Limit = None, seed: Seed = None, ttft: Ttft = None, itl: Itl = None, stall: Stall = 0.2,
-             no_overlap: Overlap = False, own_loops: OwnLoops = False, html: Html = None,
+             no_overlap: Overlap = False, html: Html = None,
              as_json: AsJson = False) -> None:
     """Simulate a workload on a model and a device: latencies, goodput, memory, preemptions.
 
@@ -66,7 +62,7 @@ def simulate(workload: Workload, model: ModelName = "llama-3.1-8b", device: Devi
     console = stderr_console()
     began = time.process_time()
     with console.status(f"simulating {len(jobs):,} requests"):
-        recorder = machine.simulate(jobs, stall=stall, overlap=not no_overlap, lockstep=not own_loops)
+        recorder = machine.simulate(jobs, stall=stall, overlap=not no_overlap)
     seconds = max(time.process_time() - began, 1e-9)
     report = make_report(recorder, tuple(c.name for c in source.classes), Targets(ttft, itl))
     title = f"{Path(workload).name} on {model}, {machine.devices} x {machine.device.kind}"

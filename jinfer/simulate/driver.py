@@ -37,7 +37,7 @@ class Simulator:
     """
 
     def __init__(self, workers: Sequence[Worker], *, host_seconds: float = 0.0, stall: float = 0.2, cache: bool = True,
-                 lockstep: bool = True, transfer: float = math.inf):
+                 lockstep: bool = False, transfer: float = math.inf):
         """Args:
           host_seconds: that the host takes for a step.
           stall: seconds; longer gaps between tokens are counted by their cause.

@@ -119,7 +119,7 @@ class Machine:
                    for _ in range(self.split.decode_workers)])
 
     def simulate(self, jobs: Iterable[Job], *, stall: float = 0.2, overlap: bool = True,
-                 lockstep: bool = True, workers: list[Worker] | None = None) -> Recorder:
+                 lockstep: bool = False, workers: list[Worker] | None = None) -> Recorder:
         """Sends the jobs to one engine and returns what happened. stall, lockstep: see Simulator. overlap: see Link.
 
         workers: fresh ones to send them to instead; of several that do all, to the one with the fewest requests.

@@ -9,7 +9,6 @@ from jinfer.engine.handover import Handover, Transit
 from jinfer.engine.results import StepResults
 from jinfer.engine.runner import Pending
 from jinfer.engine.worker import Worker
-from jinfer.errors import JinferError
 from jinfer.observe.metrics import Metrics
 from jinfer.scheduler import FinishReason, Request, Scheduler, Status
 from jinfer.scheduler.request import Given
@@ -82,9 +81,9 @@ class Fleet:
         for request in requests:
             try:
                 worker.scheduler.add(request)
-            except JinferError:
-                for other in list(requests):
-                    worker.scheduler.cancel(other)
+            except Exception:  # a policy is the user's, and may raise anything
+                for other in requests:
+                    worker.scheduler.finish(other, "cancelled")
                 raise
         self._home.update((request, worker) for request in requests)
 

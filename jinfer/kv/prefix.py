@@ -9,6 +9,8 @@ from jinfer.kv.moves import PageIn, PageOut
 from jinfer.kv.node import Extra, Node
 from jinfer.kv.pool import PagePool
 
+TRIAL = 256  # evicted pages of which one goes to the host tier although it is not worth it
+
 
 class PrefixIndex:
     """A hash chain over full blocks, below a root for each tuple of extra keys. A hit is confirmed by comparing tokens,
@@ -22,7 +24,7 @@ class PrefixIndex:
 
     Attributes:
       outs: pages on their way to the host tier, for the plan in the making. host: the tier, if there is one.
-      worth: loading pages is cheaper than computing them; else the host keeps none.
+      worth: loading pages is cheaper than computing them; else the host keeps none, but for a trial now and then.
       queried, hit, host_hit: tokens looked up on admission, found, and found in part in the host tier only; of requests
         that use the cache.
     """
@@ -33,6 +35,7 @@ class PrefixIndex:
         self.host = host
         self.outs: list[PageOut] = []
         self.worth = True
+        self._unkept = 0  # pages since the last trial
         self.queried = self.hit = self.host_hit = 0
         self._windows = [(g, pool.window) for g, pool in enumerate(self.pools) if pool.window is not None]
         self._whole = [g for g, pool in enumerate(self.pools) if pool.window is None]
@@ -207,7 +210,7 @@ class PrefixIndex:
         def evict(page: int, node: Node) -> None:
             node.pages[g] = 0
             host = self.host
-            if host is not None and not node.slots[g] and self.worth:
+            if host is not None and not node.slots[g] and (self.worth or self._tries()):
                 slot, losers = host.keep(g, node)
                 if slot:
                     node.slots[g] = slot
@@ -217,6 +220,11 @@ class PrefixIndex:
             self._trim(node)
 
         return evict
+
+    def _tries(self) -> bool:
+        """Now and then a page is kept although it is not worth it, for else nothing would measure the link again."""
+        self._unkept = (self._unkept + 1) % TRIAL
+        return not self._unkept
 
     def _drop_slot(self, g: int, node: Node) -> None:
         assert self.host is not None

@@ -338,7 +338,7 @@ class Scheduler:
         return phase.admit, phase.decode or self._stuck
 
     def _blockade(self, request: Request | None) -> tuple[Request | None, int, int]:
-        """As long as this does not change, a request that found no room finds none."""
+        """As long as this does not change, a request that found no room finds none, nor whom a policy chose instead."""
         return request, self.pages.returns, len(self._active)
 
     def _candidate(self, request: Request, cached: int) -> Candidate:
@@ -363,7 +363,7 @@ class Scheduler:
 
     def _admit_waiting(self, now: float, budget: int, chunks: list[Chunk]) -> None:
         """Admits as many as rows, pages and the budget of this step take."""
-        if self._blocked == self._blockade(self._queue.first) and self.policy.choose is None:
+        if self._blocked == self._blockade(self._queue.first):
             return  # nothing has become free since
         lookup = self._lookup(now)
         while self._slots and budget > 0 and len(chunks) < self.max_chunks:
@@ -375,7 +375,7 @@ class Scheduler:
             if self.pages.sharing.waits(request, found):
                 continue
             if any(short > 0 for short in self._lacks(request, found)):
-                self._blocked = self._blockade(request)
+                self._blocked = self._blockade(request if self.policy.choose is None else self._queue.first)
                 return
             self._admit(request, found)
             budget -= self._chunk(request, budget, chunks)

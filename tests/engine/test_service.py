@@ -4,6 +4,7 @@ import pytest
 
 from jinfer.config import SamplingParams, ServiceParams
 from jinfer.errors import CapacityError, OverloadError, RequestError
+from jinfer.scheduler.policy import Policy
 from tests.engines import drain, one, run, short_of_pages
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -225,3 +226,20 @@ def test_a_drained_engine_finishes_what_it_has_begun(engine):
     assert [type(outputs[i].error) for i in ids] == [type(None)] * 8 + [OverloadError] * 2
     engine.resume()
     assert len(run(engine, [[1]], GREEDY)[0].completions[0].token_ids) == 8
+
+
+def test_a_policy_that_raises_refuses_all_choices(engine, monkeypatch):
+    asked = []
+
+    def key(candidate):
+        asked.append(candidate)
+        if len(asked) == 2:
+            raise ZeroDivisionError("of the user's own")
+        return candidate.arrival
+
+    (worker,) = engine.workers
+    monkeypatch.setattr(worker.scheduler, "policy", Policy("broken", key))
+    with pytest.raises(ZeroDivisionError):
+        engine.submit([1, 2, 3], SamplingParams(n=2))
+    assert not engine.has_work
+    assert len(one(engine, [1, 2, 3], temperature=0, max_tokens=8, ignore_eos=True).completions[0].token_ids) == 8

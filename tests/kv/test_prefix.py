@@ -3,7 +3,7 @@
 import pytest
 
 from jinfer.kv import HostTier, PagePool
-from jinfer.kv.prefix import PrefixIndex
+from jinfer.kv.prefix import TRIAL, PrefixIndex
 
 SALT = ("", 0, None)
 
@@ -189,3 +189,13 @@ def test_a_private_chain_is_forgotten_as_a_whole():
     index.discard(chain.keys, chain.extra, 0)
     assert (pools[0].free, pools[0].cached, index.host.used, len(index)) == (8, 0, 0, 0)
     check(index)
+
+
+def test_without_worth_the_link_is_tried_now_and_then():
+    """Else a few slow copies would switch the host tier off for good."""
+    index, pools = make(pages=4, host=10**6)
+    index.worth = False
+    for i in range(TRIAL):
+        Chain(index, [2 * i, 2 * i + 1] * 4).release()
+    pools[0].allocate(4)
+    assert len(index.outs) == 4

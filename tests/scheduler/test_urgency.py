@@ -4,7 +4,7 @@ import pytest
 
 from jinfer.kv import PagePool
 from jinfer.scheduler import Scheduler, Status
-from jinfer.scheduler.policy import Policy, fcfs, priority
+from jinfer.scheduler.policy import Policy, fcfs, longest_prefix, priority
 from tests.scheduler.fake_device import Loop, make_request
 
 CONTEXT = 2000
@@ -57,3 +57,24 @@ def test_a_row_is_lost_only_to_whom_the_policy_ranks_before_it(policy, evicts):
         loop.step()
     assert (old.preemptions, new.status is Status.WAITING) == ((1, False) if evicts else (0, True))
     assert loop.scheduler.estimate.ratio == 0.7  # it was a row that lacked, no page: the estimate was right
+
+
+def test_who_finds_no_room_is_not_looked_up_again_before_something_is_free():
+    """Choosing costs a look at the prefix cache for each request at the front of the queue."""
+    scheduler = Scheduler([PagePool(101, 4)], max_rows=16, max_context=400, prefill_tokens=64, max_chunks=4,
+                          policy=longest_prefix(60.0), reserving=True)
+    loop = Loop(scheduler)
+    for i in range(12):
+        scheduler.add(make_request(str(i), [i] * 100, max_tokens=200, context=400))
+    while scheduler.running < 1 or scheduler.pages.pools[0].available > 50:
+        loop.step()
+    for _ in range(8):
+        loop.step()
+    looked = []
+    find = scheduler.pages.sharing.find
+    scheduler.pages.sharing.find = lambda request, **options: looked.append(request) or find(request, **options)
+    for _ in range(20):
+        assert loop.step().rows
+    assert looked == []
+    loop.run(5000)
+    assert looked

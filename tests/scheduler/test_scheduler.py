@@ -5,6 +5,7 @@ import pytest
 from jinfer.errors import CapacityError, RequestError
 from jinfer.kv import PagePool
 from jinfer.scheduler import DecodeRow, Request, Scheduler, Status, position_limit
+from jinfer.scheduler.policy import find_policy
 from tests.scheduler.fake_device import Loop, Share, alone, make_request, most_steps
 
 CONTEXT = 256
@@ -458,3 +459,53 @@ def test_nobody_finds_what_a_failed_request_computed():
     third[0].prompt[:] = prompt_of(42)
     finish_all(scheduler, loop, third)
     assert scheduler.pages.index.hit == 40  # of the one that ended well
+
+
+# Victims
+
+
+def test_a_protected_request_is_no_victim():
+    scheduler, loop = make(pages=12, page_size=4, max_preemptions=2)
+    (old,) = queue(scheduler, [4], max_tokens=36)
+    for _ in range(17):
+        loop.step()
+    young = make_request("young", prompt_of(4, 1), max_tokens=20, context=CONTEXT)
+    young.preemptions = 2  # by another scheduler
+    scheduler.add(young)
+    finish_all(scheduler, loop, [old, young])
+    assert (old.preemptions, young.preemptions) == (1, 2)  # the older one gave way to what was promised
+
+
+def test_the_last_of_those_behind_is_the_victim():
+    scheduler, loop = make(pages=9, page_size=8)
+    requests = queue(scheduler, [15, 15, 15], max_tokens=30)
+    while not scheduler.preemptions:
+        loop.step()
+    assert [request.preemptions for request in requests] == [0, 0, 1]
+    finish_all(scheduler, loop, requests)
+
+
+def test_equal_classes_do_not_evict_each_other():
+    scheduler, loop = make(pages=10, page_size=4)
+    (low,) = queue(scheduler, [4], max_tokens=8, priority=1)
+    (old,) = queue(scheduler, [24], max_tokens=4)
+    loop.step()
+    young = make_request("young", prompt_of(28, 5), max_tokens=4, context=CONTEXT)
+    scheduler.add(young)  # even without the low one there are no 7 pages
+    loop.step()
+    assert (scheduler.preemptions, young.status, old.status) == (0, Status.WAITING, Status.RUNNING)
+    assert low.status is Status.RUNNING
+    finish_all(scheduler, loop, [low, old, young])
+    assert old.preemptions == 0
+
+
+def test_a_static_batch_goes_on_when_its_rows_hold_what_its_prompts_lack():
+    """Two prompts share pages of a window: what the younger one gives back stays with the older one, which waits."""
+    scheduler, loop = make(page_size=2, windows=[(5, 5)], max_rows=2, max_chunks=1, policy=find_policy("static", 10.0))
+    shared = prompt_of(8)
+    requests = [make_request("a", shared, max_tokens=4, context=CONTEXT),
+                make_request("b", [*shared, 60, 61, 62], max_tokens=4, context=CONTEXT)]
+    for request in requests:
+        scheduler.add(request)
+    finish_all(scheduler, loop, requests)
+    assert any(request.cached for request in requests)

@@ -12,15 +12,20 @@ OPERATIONS = {"add": 30, "again": 6, "step": 50, "collect": 6, "cancel": 5, "han
               "unpin": 2, "drain": 1}
 
 
-def new_life(random: Random) -> Life:
+# Windows of several groups, prefixes shared by many, pages kept for whoever was evicted once.
+SHORT = {"page_size": 8, "windows": (None, 3, 16), "pages": [20, 12, 5], "rows": 6, "decode_rows": 1, "steps": 1, "share": 0.0,
+         "evictions": 1, "host": None, "policy": "priority", "step_tokens": None, "keys": None, "pair": False}
+
+
+def new_life(random: Random, **fixed) -> Life:
     windows = random.choice(WINDOWS)
-    return Life(
+    return Life(**dict(
         page_size=random.choice([1, 2, 4, 8]), windows=windows, pages=[random.randint(4, 24) for _ in windows],
         rows=random.randint(1, 6), prefill_tokens=random.choice([1, 5, 16, 64]), max_chunks=random.randint(1, 4),
         steps=random.randint(1, 4), decode_first=random.random() < 0.5, share=random.choice([0.0, 0.0, 0.3, 1.0]),
         evictions=random.randint(0, 4), host=random.choice([None, 0, 3, 12, 100]), policy=random.choice(sorted(POLICIES)),
         decode_rows=random.choice([None, None, 1, 3]), step_tokens=random.choice([None, None, 2, 20]),
-        itl_target=random.choice([None, 0.01, 1.0]), keys=random.choice([None, None, 1, 5, 40]), pair=random.random() < 0.3)
+        itl_target=random.choice([None, 0.01, 1.0]), keys=random.choice([None, None, 1, 5, 40]), pair=random.random() < 0.3) | fixed)
 
 
 def live(life: Life, random: Random, operations: int) -> Counter[str]:
@@ -61,6 +66,12 @@ def live(life: Life, random: Random, operations: int) -> Counter[str]:
 def test_some_lives(seed):
     random = Random(seed)
     live(new_life(random), random, 60)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_lives_short_of_pages_of_a_window(seed):
+    random = Random(seed)
+    live(new_life(random, **SHORT), random, 100)
 
 
 @pytest.mark.slow

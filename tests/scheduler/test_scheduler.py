@@ -509,3 +509,42 @@ def test_a_static_batch_goes_on_when_its_rows_hold_what_its_prompts_lack():
         scheduler.add(request)
     finish_all(scheduler, loop, requests)
     assert any(request.cached for request in requests)
+
+
+def test_who_waits_a_turn_for_a_prefix_is_passed_over():
+    scheduler, loop = make()
+    first, same = queue(scheduler, [30]), queue(scheduler, [30])
+    other = make_request("other", prompt_of(30, 5), max_tokens=4, context=CONTEXT)
+    scheduler.add(other)
+    assert [chunk.request for chunk in loop.step().chunks] == [*first, other]
+    finish_all(scheduler, loop, [*first, *same, other])
+    assert same[0].cached == 24
+
+
+# Pins
+
+
+def test_a_page_that_is_pinned_twice_is_held_once():
+    scheduler, loop = make()
+    (request,) = queue(scheduler, [16], max_tokens=0)
+    finish_all(scheduler, loop, [request])
+    pool, pins = scheduler.pages.pools[0], [scheduler.pin(request) for _ in range(2)]
+    assert (pool.held, pool.shared) == (2, 0)
+    scheduler.check()
+    for pin, held in zip(pins, (2, 0), strict=True):
+        scheduler.unpin(pin)
+        assert pool.held == held
+        scheduler.check()
+
+
+def test_a_pin_does_not_take_what_is_kept_for_protected_requests():
+    scheduler, loop = make(pages=9, page_size=4, max_context=16, max_preemptions=0)
+    (pinned,) = queue(scheduler, [8], max_tokens=0)
+    finish_all(scheduler, loop, [pinned])
+    kept = [make_request(f"k{i}", prompt_of(4, 5 + i), max_tokens=12, context=16) for i in range(2)]
+    for request in kept:
+        scheduler.add(request)
+    loop.step()  # each has a page, and is promised three more; seven are there, two of them cached
+    with pytest.raises(CapacityError, match="prefix: its 2 KV pages are kept for requests that were preempted"):
+        scheduler.pin(pinned)
+    finish_all(scheduler, loop, kept)

@@ -19,13 +19,13 @@ SHORT = {"page_size": 8, "windows": (None, 3, 16), "pages": [20, 12, 5], "rows":
 
 def new_life(random: Random, **fixed) -> Life:
     windows = random.choice(WINDOWS)
-    return Life(**dict(
-        page_size=random.choice([1, 2, 4, 8]), windows=windows, pages=[random.randint(4, 24) for _ in windows],
-        rows=random.randint(1, 6), prefill_tokens=random.choice([1, 5, 16, 64]), max_chunks=random.randint(1, 4),
-        steps=random.randint(1, 4), decode_first=random.random() < 0.5, share=random.choice([0.0, 0.0, 0.3, 1.0]),
-        evictions=random.randint(0, 4), host=random.choice([None, 0, 3, 12, 100]), policy=random.choice(sorted(POLICIES)),
-        decode_rows=random.choice([None, None, 1, 3]), step_tokens=random.choice([None, None, 2, 20]),
-        itl_target=random.choice([None, 0.01, 1.0]), keys=random.choice([None, None, 1, 5, 40]), pair=random.random() < 0.3) | fixed)
+    return Life(**{
+        "page_size": random.choice([1, 2, 4, 8]), "windows": windows, "pages": [random.randint(4, 24) for _ in windows],
+        "rows": random.randint(1, 6), "prefill_tokens": random.choice([1, 5, 16, 64]), "max_chunks": random.randint(1, 4),
+        "steps": random.randint(1, 4), "decode_first": random.random() < 0.5, "share": random.choice([0.0, 0.0, 0.3, 1.0]),
+        "evictions": random.randint(0, 4), "host": random.choice([None, 0, 3, 12, 100]), "policy": random.choice(sorted(POLICIES)),
+        "decode_rows": random.choice([None, None, 1, 3]), "step_tokens": random.choice([None, None, 2, 20]),
+        "itl_target": random.choice([None, 0.01, 1.0]), "keys": random.choice([None, None, 1, 5, 40]), "pair": random.random() < 0.3} | fixed)
 
 
 def live(life: Life, random: Random, operations: int) -> Counter[str]:

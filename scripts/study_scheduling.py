@@ -38,7 +38,8 @@ class Case:
     Attributes:
       name: of the row. workload: a trace's file or a workload's name; load: how it is read (load_workload).
       model, device, devices, set, device_set: as the options of `jinfer simulate`.
-      prepare: changes the jobs. workers: makes engines out of a machine; None: one that does all.
+      prepare: changes the jobs. workers: makes engines out of a machine; None: one as it is configured.
+      lockstep: one loop for all workers (Simulator).
     """
 
     name: str
@@ -51,6 +52,7 @@ class Case:
     device_set: tuple[str, ...] = ()
     prepare: Callable[[list[Job]], None] | None = None
     workers: Callable[[Machine], list[Worker]] | None = None
+    lockstep: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,10 +94,6 @@ def salted(jobs: list[Job]) -> None:
 def engines(count: int) -> Callable[[Machine], list[Worker]]:
     """So many that do all; each request goes to the one with the fewest."""
     return lambda machine: [worker for _ in range(count) for worker in machine.workers()]
-
-
-def split(prefill: int, decode: int) -> Callable[[Machine], list[Worker]]:
-    return lambda machine: machine.workers(prefill, decode)
 
 
 def chunked() -> Iterator[Study]:
@@ -173,18 +171,20 @@ def prefix() -> Iterator[Study]:
 
 
 def disaggregated() -> Iterator[Study]:
-    rows: list[tuple[str, tuple[str, ...], tuple[str, ...], Callable[[Machine], list[Worker]]]] = [
-        ("2 engines, chunks of 512", ("prefill_tokens=512",), (), engines(2)),
-        ("2 engines, chunks of 2,048", ("prefill_tokens=2048",), (), engines(2)),
-        ("2 engines, itl_target 20 ms", ("prefill_tokens=2048", "itl_target=0.02"), (), engines(2)),
-        ("1 prefill, 1 decode", ("prefill_tokens=2048",), (), split(1, 1)),
-        ("1 prefill, 1 decode, 2 GB/s", ("prefill_tokens=2048",), ("network=2e9",), split(1, 1))]
+    apart = ("prefill_tokens=2048", "disaggregation.prefill_workers=1")
+    rows: list[tuple[str, tuple[str, ...], tuple[str, ...], bool]] = [
+        ("2 engines, chunks of 512", ("prefill_tokens=512",), (), False),
+        ("2 engines, chunks of 1,024", ("prefill_tokens=1024",), (), False),
+        ("1 prefill, 1 decode, loops of their own", apart, (), False),
+        ("the same, 5 GB/s between them", apart, ("network=5e9",), False),
+        ("1 prefill, 1 decode, one loop", apart, (), True)]
     for trace, rate, what in ((CONV, 16.0, "conversations"), (CONV, 22.0, "conversations"), (CODE, 6.0, "code, in bursts")):
         base = Case(name="", workload=trace, load={"limit": 4000, "rate": rate})
         yield Study(title=f"two H100: {what} at {rate:g}/s, llama-3.1-8b",
-                    cases=tuple(dataclasses.replace(base, name=name, workers=workers, device_set=device,
+                    cases=tuple(dataclasses.replace(base, name=name, workers=None if values is apart else engines(2),
+                                                    device_set=device, lockstep=lockstep,
                                                     set=("max_rows=256", "max_context=16384", *values))
-                                for name, values, device, workers in rows),
+                                for name, values, device, lockstep in rows),
                     targets=Targets(1.0, 0.025),
                     extra={"handed over": lambda r, m: f"{r.received / 2**30:,.0f} GiB"})
 
@@ -220,7 +220,7 @@ def simulate(case: Case, study: Study, traces: Path) -> tuple[Report, Machine]:
     if case.prepare is not None:
         case.prepare(jobs)
     workers = None if case.workers is None else case.workers(machine)
-    recorder = machine.simulate(jobs, stall=study.stall, workers=workers)
+    recorder = machine.simulate(jobs, stall=study.stall, workers=workers, lockstep=case.lockstep)
     return make_report(recorder, tuple(c.name for c in source.classes), study.targets), machine
 
 

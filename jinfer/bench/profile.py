@@ -19,6 +19,8 @@ TRIM = 4.0  # median deviations; calls further off were disturbed by something e
 class Profiler:
     """Watches an engine's collected plans and what its metrics say their calls took.
 
+    Tokens and rows are those computed, padding included.
+
     Attributes:
       prefill, decode: calls seen so far.
     """
@@ -31,6 +33,7 @@ class Profiler:
     def watch(self, work: Callable[[], None]) -> None:
         """Runs `work`, which steps the engine, and keeps the calls made meanwhile."""
         scheduler: Any = self.engine.workers[0].scheduler
+        buckets = self.engine.workers[0].runner.catalog.buckets
         collected, metrics = scheduler.collected, self.engine.metrics
         last = [metrics.prefill_seconds, metrics.decode_seconds]
 
@@ -41,11 +44,12 @@ class Profiler:
             if plan.chunks:
                 tokens = sum(chunk.length for chunk in plan.chunks)
                 attended = sum(attended_positions(chunk.length, chunk.start) for chunk in plan.chunks)
-                self.prefill.append((1.0, tokens, attended, seconds[0]))
+                self.prefill.append((1.0, buckets.prefill_size(tokens), attended, seconds[0]))
             if plan.rows:
                 n, rows = plan.steps, len(plan.rows)
+                size = buckets.decode_size(rows)
                 context = sum(row.position for row in plan.rows)
-                self.decode.append((n, n * rows, n * (context + rows * (n - 1) / 2), seconds[1]))
+                self.decode.append((n, n * size, n * (context + rows * (n - 1) / 2), seconds[1]))
             collected(plan)
 
         scheduler.collected = keep

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from jinfer.config.device import ProfileConfig
+from jinfer.engine.buckets import Buckets
 from jinfer.scheduler.plan import Chunk, DecodeRow, StepPlan
 from jinfer.scheduler.step_time import attended_positions
 
@@ -19,20 +20,27 @@ class StepTime(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """Step times by the coefficients of a profile (scripts/profile_engine.py), terms as of scheduler.StepTime."""
+    """Step times by the coefficients of a profile (scripts/profile_engine.py), terms as of scheduler.StepTime.
+
+    buckets: that calls are padded to, tokens and rows; None: to no size.
+    """
 
     profile: ProfileConfig
+    buckets: Buckets | None = None
 
     def prefill(self, chunks: Sequence[Chunk]) -> float:
         constant, token, position = self.profile.prefill
         tokens = sum(chunk.length for chunk in chunks)
         attended = sum(attended_positions(chunk.length, chunk.start) for chunk in chunks)
+        if self.buckets is not None:
+            tokens = self.buckets.prefill_size(tokens)
         return constant + token * tokens + position * attended
 
     def decode(self, rows: Sequence[DecodeRow], steps: int) -> float:
         constant, each, position = self.profile.decode
         seen = sum([row.position for row in rows]) + (steps - 1) / 2 * len(rows)
-        return steps * (constant + each * len(rows) + position * seen)
+        size = len(rows) if self.buckets is None else self.buckets.decode_size(len(rows))
+        return steps * (constant + each * size + position * seen)
 
 
 @dataclasses.dataclass(slots=True)

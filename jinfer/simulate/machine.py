@@ -11,6 +11,7 @@ from jinfer.config.engine import EngineConfig
 from jinfer.config.layout import DisaggregationConfig
 from jinfer.config.model import ModelConfig
 from jinfer.config.resolve import resolve
+from jinfer.engine.buckets import Buckets
 from jinfer.errors import ConfigError
 from jinfer.kv import Demand, PagePool, pool_pages
 from jinfer.kv.cost import SwapCost
@@ -28,7 +29,7 @@ from jinfer.simulate.worker import Worker
 class Machine:
     """Attributes:
       config: resolved. shard: a device's part of the model. cost: step times.
-      demand: what page groups can use. pages: P of each.
+      buckets: sizes of calls. demand: what page groups can use. pages: P of each.
       max_context: tokens of the longest sequence that pool and model hold.
       split: with workers that prefill and workers that decode this is one of the latter, prefill one of the former.
     """
@@ -39,6 +40,7 @@ class Machine:
     shard: Shard
     cost: StepTime
     demand: Demand
+    buckets: Buckets
     pages: tuple[int, ...]
     max_context: int
     split: DisaggregationConfig | None = None
@@ -77,8 +79,8 @@ class Machine:
                                   f"{device.reserve / 2**30:.2f} GiB of reserve on each of {shard.ranks} devices leave "
                                   f"nothing of {device.memory * config.memory_utilization / 2**30:.2f} GiB for KV")
             pages = pool_pages(free, shard.page, demand)
-        cost: StepTime = Measured(profile) if profile else roofline
-        return cls(model, config, device, shard, cost, demand, pages, demand.context(pages))
+        cost: StepTime = Measured(profile, roofline.buckets) if profile else roofline
+        return cls(model, config, device, shard, cost, demand, roofline.buckets, pages, demand.context(pages))
 
     @property
     def pool_bytes(self) -> int:
@@ -100,7 +102,7 @@ class Machine:
         budget = int(config.host_kv_gb * 2**30)
         return Scheduler(
             pools, max_rows=config.max_rows, max_context=self.max_context, prefill_tokens=config.prefill_tokens,
-            max_chunks=self.demand.max_chunks, decode_steps=config.decode_steps,
+            max_chunks=self.demand.max_chunks, prefill_sizes=self.buckets.prefill, decode_steps=config.decode_steps,
             decode_rows=config.decode_rows if decode_rows is None else decode_rows,
             step_tokens=config.step_tokens, itl_target=config.itl_target,
             policy=find_policy(config.policy, config.ageing), reserving=config.admission == "reserving",

@@ -142,7 +142,7 @@ def test_a_measured_profile_takes_the_place_of_the_roofline():
         2 * (2.0 + 1.0 + 0.001 * (150 + 1)))
     machine = Machine.build(LLAMA, EngineConfig(kv_pages=600, max_context=4096), DEVICE, profile)
     recorder = machine.simulate([job(0.0, 100, 2)])
-    assert recorder.jobs.ttft[0] == pytest.approx(DEVICE.host_seconds + 1.0 + 10.0 + 0.01 * 5050)
+    assert recorder.jobs.ttft[0] == pytest.approx(DEVICE.host_seconds + 1.0 + 12.8 + 0.01 * 5050)  # padded to 128
     with pytest.raises(ConfigError, match=r"profile.decode: must be three numbers"):
         ProfileConfig(prefill=(1.0, 0.1, 0.01), decode=(2.0, 0.5))
 

@@ -125,8 +125,8 @@ def policies() -> Iterator[Study]:
 def admission() -> Iterator[Study]:
     for factor in (1.0, 4.0):
         base = Case(name="", workload=CONV, load={"limit": 4000, "rate": 9.0, "declared_factor": factor},
-                    set=("max_rows=256", "prefill_tokens=1024", "max_context=16384", "kv_pages=1500"))
-        yield Study(title=f"admission: pool of 1,500 pages (23 % of what fits), max_tokens {factor:g} times the output, "
+                    set=("max_rows=256", "prefill_tokens=1024", "max_context=16384", "kv_pages=700"))
+        yield Study(title=f"admission: pool of 700 pages (11 % of what fits), max_tokens {factor:g} times the output, "
                           "conversations at 9/s, llama-3.1-8b on one H100",
                     cases=tuple(dataclasses.replace(base, name=name, set=(*base.set, f"admission={name}"))
                                 for name in ("optimistic", "reserving")),
@@ -138,7 +138,7 @@ def swap() -> Iterator[Study]:
     setups = (("llama-3.2-1b", None, 34.0, 1500), ("llama-3.1-70b", 8, 8.0, 1500))
     for model, devices, rate, pages in setups:
         base = Case(name="", workload=CONV, model=model, devices=devices,
-                    load={"limit": 3000, "rate": rate, "declared_factor": 8.0},
+                    load={"limit": 2000, "rate": rate, "declared_factor": 8.0},
                     set=("max_rows=256", "prefill_tokens=1024", "max_context=16384", f"kv_pages={pages}"))
         cases = [dataclasses.replace(base, name="recompute")]
         for link in (50e9, 1e9):
@@ -155,7 +155,7 @@ def swap() -> Iterator[Study]:
 
 
 def prefix() -> Iterator[Study]:
-    for trace, limit, rate in ((MOONCAKE, 2500, 1.0), (SYNTHETIC, 2000, 1.2)):
+    for trace, limit, rate in ((MOONCAKE, 1500, 1.0), (SYNTHETIC, 1200, 1.2)):
         base = Case(name="", workload=trace, load={"limit": limit, "rate": rate},
                     set=("max_rows=128", "prefill_tokens=2048", "max_context=131072"))
         rows: list[tuple[str, tuple[str, ...], Callable[[list[Job]], None] | None]] = [
@@ -177,11 +177,12 @@ def disaggregated() -> Iterator[Study]:
         ("2 engines, chunks of 1,024", ("prefill_tokens=1024",), (), False),
         ("1 prefill, 1 decode, loops of their own", apart, (), False),
         ("the same, 5 GB/s between them", apart, ("network=5e9",), False),
-        ("1 prefill, 1 decode, one loop", apart, (), True)]
-    for trace, rate, what in ((CONV, 16.0, "conversations"), (CONV, 22.0, "conversations"), (CODE, 6.0, "code, in bursts")):
+        ("1 prefill, 1 decode, one loop", apart, (), True),
+        ("one loop, chunks of 512", ("prefill_tokens=512", *apart[1:]), (), True)]
+    for trace, rate, what in ((CONV, 22.0, "conversations"), (CODE, 6.0, "code, in bursts")):
         base = Case(name="", workload=trace, load={"limit": 4000, "rate": rate})
         yield Study(title=f"two H100: {what} at {rate:g}/s, llama-3.1-8b",
-                    cases=tuple(dataclasses.replace(base, name=name, workers=None if values is apart else engines(2),
+                    cases=tuple(dataclasses.replace(base, name=name, workers=None if apart[1] in values else engines(2),
                                                     device_set=device, lockstep=lockstep,
                                                     set=("max_rows=256", "max_context=16384", *values))
                                 for name, values, device, lockstep in rows),
@@ -194,8 +195,8 @@ def page_size() -> Iterator[Study]:
         row = pages_for(machine.max_context, machine.config.page_size)
         return f"{4 * row * machine.config.max_rows / 2**10:,.0f} KiB"
 
-    for trace, load, context in ((MOONCAKE, {"limit": 1000, "rate": 1.0}, 131072),
-                                 (CONV, {"limit": 3000, "rate": 10.0}, 16384)):
+    for trace, load, context in ((MOONCAKE, {"limit": 800, "rate": 1.0}, 131072),
+                                 (CONV, {"limit": 2000, "rate": 10.0}, 16384)):
         base = Case(name="", workload=trace, load=load)
         yield Study(title=f"page size: {Path(trace).stem}, {load['limit']:,} at {load['rate']:g}/s, "
                           "llama-3.1-8b on one H100",

@@ -8,6 +8,7 @@ al., doi 10.1145/1498765.1498785). They follow each other, so their times are ad
 import dataclasses
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Self
 
 from jinfer.config.device import DeviceConfig
@@ -20,6 +21,7 @@ from jinfer.plan.sizes import ModelSizes
 from jinfer.scheduler.plan import Chunk, DecodeRow
 
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+POSITION = attrgetter("position")
 LANES = 128  # a TPU's pools pad the last axis to them
 
 
@@ -125,7 +127,7 @@ class Roofline:
         operations = bytes_read = 0.0
         for window, layers, position in zip(self.windows, shard.layers, shard.position, strict=True):
             if window is None:
-                seen = sum([row.position for row in rows]) + ahead * len(rows)
+                seen = sum(map(POSITION, rows)) + ahead * len(rows)
             else:
                 seen = float(sum([window if row.position >= window else row.position + 1 for row in rows]))
             operations += layers * seen

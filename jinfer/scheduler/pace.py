@@ -3,11 +3,13 @@
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 
 from jinfer.scheduler.plan import StepPlan
 from jinfer.scheduler.request import Request, Status
 from jinfer.scheduler.step_time import StepTime, attended_positions
 
+POSITION = attrgetter("position")
 LEAST_CHUNK = 32  # tokens a step prefills whatever its time budget: prompts must move on
 
 
@@ -78,5 +80,5 @@ class Pace:
                 tokens = self.sizes[bisect_left(self.sizes, tokens)]
             self.step_time.observe_prefill(tokens, attended, prefill_seconds)
         if decode_seconds is not None and plan.rows:
-            context = sum(row.position for row in plan.rows)
+            context = sum(map(POSITION, plan.rows))
             self.step_time.observe_decode(len(plan.rows), context, plan.steps, decode_seconds)

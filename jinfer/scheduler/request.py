@@ -62,6 +62,7 @@ class Request:
       protected: it was preempted as often as it may be.
       in_flight: dispatched steps it takes part in whose results are not collected.
       preemptions: how often it lost its pages and had to be computed again.
+      prompt_tokens: len(prompt), which every token asks for.
     """
 
     id: str
@@ -97,11 +98,15 @@ class Request:
     in_flight: int = 0
     finish_reason: FinishReason | None = None
     preemptions: int = 0
+    prompt_tokens: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.prompt)
 
     @property
     def length(self) -> int:
         """Tokens the host knows: prompt and outputs."""
-        return len(self.prompt) + len(self.outputs)
+        return self.prompt_tokens + len(self.outputs)
 
     @property
     def scores_prompt(self) -> bool:

@@ -169,10 +169,11 @@ class Scheduler:
         room = self.pace.decode_rows(self.decode_rows, steps) if decode else 0
         budget = self.pace.prefill_budget(min(room, self._running), steps, active)
         context = i = 0
+        running, make = Status.RUNNING, tuple.__new__  # DecodeRow(..) is this, by way of a function of Python's
         while i < len(active):  # not a `for`: preemption shortens the list
             request = active[i]
             i += 1
-            if request.status is Status.RUNNING:
+            if request.status is running:
                 position = request.computed
                 ahead = request.max_position - 1 - position  # positions left to sample
                 if ahead > 0 and room:
@@ -181,7 +182,7 @@ class Scheduler:
                     if new is None:
                         i -= 1  # it was evicted itself
                         continue
-                    rows.append(DecodeRow(request, request.slot, position, new))
+                    rows.append(make(DecodeRow, (request, request.slot, position, new)))
                     request.computed = stop
                     request.advanced = True
                     request.in_flight += 1
@@ -205,7 +206,7 @@ class Scheduler:
     def append(self, request: Request, tokens: Sequence[int]) -> None:
         """Takes the tokens kept of a collected step, also of a request that was preempted meanwhile."""
         outputs = request.outputs
-        length = len(request.prompt) + len(outputs) + len(tokens)
+        length = request.prompt_tokens + len(outputs) + len(tokens)
         if request.status is Status.FINISHED or length > request.max_position:
             raise ValueError(f"request {request.id} takes no {len(tokens)} more tokens")
         outputs.extend(tokens)

@@ -69,7 +69,8 @@ class Report:
       seconds: of virtual time, from the first arrival to the last end. classes: all together, then each.
       steps: of the loop. busy: share of the time the device computed; moving: it waited for pages.
       stall: seconds; stalls: gaps longer than that by cause, stall_rate: of all gaps.
-      held, cached: mean share of the pool while something ran; held_peak. unfilled: share of the positions of held pages that hold no token yet.
+      held, cached: mean share of the pool while something ran; held_peak. unfilled: share of the positions of held
+      pages that hold no token yet.
       hit_rate: share of the prompt tokens that were found in the cache; saved: tokens.
     """
 

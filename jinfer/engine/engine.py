@@ -11,7 +11,7 @@ from jinfer.engine.admission import Admission
 from jinfer.engine.build import build
 from jinfer.engine.choice import Choice
 from jinfer.engine.outputs import Delta, RequestOutput, Timing, TokenLogprob
-from jinfer.engine.results import RequestTokens, StepResults, score_prompt
+from jinfer.engine.results import StepResults, score_prompt
 from jinfer.engine.worker import Worker
 from jinfer.errors import CapacityError, JinferError, OverloadError, RequestError
 from jinfer.observe.stalls import StallMeter, cause_of
@@ -253,33 +253,36 @@ class Engine:
                 assert entries is not None
                 if not score_prompt(entries, chunk.request, chunk.start, scores):
                     self._fail(choice)
-        for got in results.sampled():
-            choice = self._by_request.get(got.request)
-            if choice is not None:
-                self._take(choice, got, now, results.plan)
+        for request, tokens, logprobs, finite in results.sampled():
+            choice = self._by_request.get(request)
+            if choice is None:
+                continue
+            if finite:
+                self._take(choice, tokens, logprobs, now, results.plan)
+            else:
+                self._fail(choice)
         for chunk in results.plan.chunks:
             choice = self._by_request.get(chunk.request)
             if choice is not None and chunk.final and not chunk.samples:
                 self._end(choice, "length", "", ())  # max_tokens 0: the prompt was only scored
 
-    def _take(self, choice: Choice, got: RequestTokens, now: float, plan: StepPlan) -> None:
+    def _take(self, choice: Choice, tokens: list[int], logprobs: list[TokenLogprob], now: float,
+              plan: StepPlan) -> None:
         """Hands a choice the tokens of one step, whose plan is given."""
-        if not got.finite:
-            self._fail(choice)
-            return
         request = choice.request
-        kept, text, reason = choice.push(got.tokens, got.logprobs)
+        output = self._outputs[request.id]
+        kept, text, reason = choice.push(tokens, logprobs)
         self._fleet.append(request, kept)
         self.metrics.output_tokens += len(kept)
         if request.index == 0:
-            times = self._outputs[request.id].timing.token_times
+            times = output.timing.token_times
             if times and self._stalls.stalled(now - times[-1], request.service.itl_target):
                 self.metrics.count_stall(cause_of(plan, request))
             times.extend([now] * len(kept))
         if reason is not None:
             self._end(choice, reason, text, kept)
         else:
-            self._deltas.append(choice.delta(text, kept, self._outputs[request.id], False))
+            self._deltas.append(choice.delta(text, kept, output, False))
 
     def _fail(self, choice: Choice) -> None:
         self.metrics.requests_failed += 1

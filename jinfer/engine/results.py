@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -10,14 +9,9 @@ from jinfer.engine.outputs import TokenLogprob
 from jinfer.engine.runner import Sampled
 from jinfer.scheduler import Chunk, Request, StepPlan
 
-
-class RequestTokens(NamedTuple):
-    """Tokens of one request, in order; logprobs: one each if it asked for them; finite: its logits were numbers."""
-
-    request: Request
-    tokens: list[int]
-    logprobs: list[TokenLogprob]
-    finite: bool
+# A request and its tokens, in order; log-probabilities, one each if it asked for them; its logits were numbers. A bare
+# tuple, for there is one for each row of every step.
+RequestTokens = tuple[Request, list[int], list[TokenLogprob], bool]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +42,8 @@ class StepResults:
             for i, chunk in enumerate(self.plan.chunks):
                 if chunk.samples:
                     tokens = [int(self.prefill.tokens[i])]
-                    yield _tokens(chunk.request, tokens, self.prefill, (slice(i, i + 1),), bool(self.prefill.finite[i]))
+                    logprobs = _logprobs(chunk.request, tokens, self.prefill, (slice(i, i + 1),))
+                    yield chunk.request, tokens, logprobs, bool(self.prefill.finite[i])
         if self.decode is not None:
             # One conversion for all rows: indexing arrays row by row costs more than the rest of this loop.
             columns = self.decode.tokens.T.tolist()
@@ -58,18 +53,19 @@ class StepResults:
                 if tokens[-1] < 0:  # none: the row had ended
                     tokens = [token for token in tokens if token >= 0]
                 if tokens:
-                    finite = broken is None or bool(broken[i].all())
-                    yield _tokens(row.request, tokens, self.decode, (slice(None), i), finite)
+                    request, finite = row.request, broken is None or bool(broken[i].all())
+                    asked = request.params.logprobs is not None
+                    logprobs = _logprobs(request, tokens, self.decode, (slice(None), i)) if asked else []
+                    yield request, tokens, logprobs, finite
 
 
-def _tokens(request: Request, tokens: list[int], sampled: Sampled, at: tuple, finite: bool) -> RequestTokens:
+def _logprobs(request: Request, tokens: list[int], sampled: Sampled, at: tuple) -> list[TokenLogprob]:
     count = request.params.logprobs
     if count is None:
-        return RequestTokens(request, tokens, [], finite)
+        return []
     values, ids, tops = sampled.logprob[at], sampled.top_ids[at][:, :count], sampled.top_logprobs[at][:, :count]
-    return RequestTokens(request, tokens, [
-        TokenLogprob(token, float(values[i]), tuple(zip(ids[i].tolist(), tops[i].tolist(), strict=True)))
-        for i, token in enumerate(tokens)], finite)
+    return [TokenLogprob(token, float(values[i]), tuple(zip(ids[i].tolist(), tops[i].tolist(), strict=True)))
+            for i, token in enumerate(tokens)]
 
 
 def score_prompt(entries: list[TokenLogprob], request: Request, start: int, scores: np.ndarray) -> bool:

@@ -139,20 +139,28 @@ class Metrics:
 
     def count_scheduling(self, schedulers: Sequence[Scheduler], *, unfilled: bool) -> None:
         """Takes the counters of schedulers and their prefix caches; unfilled: also the gauge that costs O(rows)."""
-        indices = [scheduler.pages.index for scheduler in schedulers]
-        self.preemptions = sum(scheduler.preemptions for scheduler in schedulers)
-        self.swaps = sum(scheduler.swaps for scheduler in schedulers)
-        self.prefix_queries = sum(index.queried for index in indices)
-        self.prefix_hits = sum(index.hit for index in indices)
-        self.prefix_host_hits = sum(index.host_hit for index in indices)
-        self.evictions = sum(pool.evictions for index in indices for pool in index.pools)
-        self.admission_ratio = max(scheduler.estimate.ratio for scheduler in schedulers)
-        self.host_kv_bytes = sum(index.host.budget for index in indices if index.host is not None)
-        self.host_kv_used = sum(index.host.used for index in indices if index.host is not None)
+        preemptions = swaps = queried = hit = host_hit = evictions = host_bytes = host_used = 0
+        ratio = 0.0
+        for scheduler in schedulers:  # one loop: every step pays for it
+            index = scheduler.pages.index
+            preemptions += scheduler.preemptions
+            swaps += scheduler.swaps
+            queried += index.queried
+            hit += index.hit
+            host_hit += index.host_hit
+            for pool in index.pools:
+                evictions += pool.evictions
+            ratio = max(ratio, scheduler.estimate.ratio)
+            if index.host is not None:
+                host_bytes += index.host.budget
+                host_used += index.host.used
+        self.preemptions, self.swaps, self.evictions, self.admission_ratio = preemptions, swaps, evictions, ratio
+        self.prefix_queries, self.prefix_hits, self.prefix_host_hits = queried, hit, host_hit
+        self.host_kv_bytes, self.host_kv_used = host_bytes, host_used
         if unfilled:
             positions = [count for scheduler in schedulers for count in scheduler.unfilled()]
             filled = zip(positions, itertools.cycle(self.page_bytes), strict=False)  # workers hold the same model
-            self.kv_unfilled = sum(count * size for count, size in filled) // indices[0].page_size
+            self.kv_unfilled = sum(count * size for count, size in filled) // schedulers[0].pages.page_size
 
     def count_stall(self, cause: Cause) -> None:
         if cause == "preemption":

@@ -30,7 +30,7 @@ class EngineConfig:
       prefill_tokens: most prompt tokens computed in one step (the chunk budget).
       decode_steps: tokens generated in one dispatch; more is less host work but coarser streaming.
       decode_rows: most rows decoded in a step; None is max_rows.
-      step_tokens: most tokens of a step, prefill and decode together; None is no limit.
+      step_tokens: most tokens of a step, prefill and decode together, more than decode_rows take; None is no limit.
       itl_target: seconds a step may take while rows decode; prefill chunks shrink to keep it. None is no limit.
       policy: in which order requests are served: fcfs, priority, deadline, longest-prefix, static, or the
         `package.module:name` of a Policy of your own.
@@ -108,6 +108,10 @@ class EngineConfig:
                               + (f"; did you mean {close[0]}?" if close else ""))
         if self.decode_rows is not None and self.decode_rows > self.max_rows:
             raise ConfigError(f"decode_rows: {self.decode_rows} is more than max_rows {self.max_rows}")
+        tokens = (self.decode_rows or self.max_rows) * self.decode_steps
+        if self.step_tokens is not None and self.step_tokens <= tokens:
+            raise ConfigError(f"step_tokens: {self.step_tokens} leaves nothing for prompts beside rows that decode "
+                              f"{tokens} tokens a step; give more, or set decode_rows")
         for name in ("prefix_cache", "warmup", "forbid_compilation"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: must be true or false, got {getattr(self, name)!r}")

@@ -136,6 +136,7 @@ def test_an_empty_file_is_the_default(tmp_path):
     ("admission=reserve", ["admission:", "did you mean reserving?"]),
     ("decode_rows=65", ["decode_rows:", "65", "max_rows 64"]),
     ("step_tokens=0", ["step_tokens:", "positive"]),
+    ("step_tokens=64", ["step_tokens:", "64 tokens a step", "decode_rows"]),
     ("itl_target=0", ["itl_target:", "positive number of seconds"]),
     ("ageing=-1", ["ageing:", "positive"]),
     ("ageing=.inf", ["ageing:", "positive"]),

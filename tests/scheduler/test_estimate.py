@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jinfer.scheduler.estimate import LEAST, START, OutputEstimate
+from jinfer.scheduler.estimate import ALARM, BOLD, CALM, LEAST, START, OutputEstimate
 
 
 def learned(share, requests=600, seed=0):
@@ -18,14 +18,14 @@ def learned(share, requests=600, seed=0):
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 def test_learns_the_share_of_tokens(share):
     assert OutputEstimate(reserving=False).ratio == START
-    assert learned(share).ratio == pytest.approx(share, abs=0.03)
-    assert abs(learned(share, requests=50).ratio - share) < abs(START - share) or share == pytest.approx(START, abs=0.1)
+    assert learned(share).share == pytest.approx(share, abs=0.03)
+    assert abs(learned(share, requests=50).share - share) < abs(START - share) or share == pytest.approx(START, abs=0.1)
 
 
 def test_one_request_does_not_decide():
     estimate = OutputEstimate(reserving=False)
     estimate.finished(1000, 0)
-    assert START * 0.85 < estimate.ratio < START
+    assert START * 0.85 < estimate.share < START
 
 
 def test_is_weighted_by_tokens():
@@ -33,30 +33,41 @@ def test_is_weighted_by_tokens():
     for _ in range(600):
         estimate.finished(4000, 400)
         estimate.finished(16, 16)
-    assert estimate.ratio == pytest.approx(416 / 4016, abs=0.01)
+    assert estimate.share == pytest.approx(416 / 4016, abs=0.01)
 
 
 def test_follows_what_changes_within_a_few_hundred():
     estimate = learned(0.2)
     for _ in range(300):
         estimate.finished(500, 450)
-    assert estimate.ratio > 0.85
+    assert estimate.share > 0.85
 
 
-def test_a_preemption_raises_it_and_finished_requests_calm_it():
+def test_a_preemption_raises_it_and_finished_requests_lower_it():
     estimate = learned(0.3)
+    assert estimate.ratio == pytest.approx(BOLD * estimate.share)  # nothing was ever preempted
     before = estimate.ratio
-    estimate.preempted()
-    assert estimate.ratio == pytest.approx(1.25 * before)
-    estimate.preempted()
-    raised = estimate.ratio
-    assert raised > 1.5 * before
+    for _ in range(3):
+        estimate.preempted()
+    assert estimate.ratio == pytest.approx(ALARM**3 * before)
+    raised = estimate.caution
     for _ in range(34):
         estimate.finished(100, 30)
-    assert estimate.ratio == pytest.approx((before + raised) / 2, rel=0.05)
+    assert estimate.caution == pytest.approx(raised / 2, rel=0.01)
     for _ in range(300):
         estimate.finished(100, 30)
-    assert estimate.ratio == pytest.approx(before, rel=0.05)
+    assert estimate.caution == BOLD
+
+
+def test_caution_settles_where_few_are_preempted():
+    estimate, preempted = learned(0.3), 0
+    for _ in range(2000):  # whoever admits with less than this must preempt
+        if estimate.ratio < 0.12:
+            estimate.preempted()
+            preempted += 1
+        estimate.finished(100, 30)
+        assert 0.12 * CALM**2 < estimate.ratio < 0.12 * ALARM * 1.01 or preempted < 4
+    assert 0.02 < preempted / 2000 < 0.035
 
 
 def test_many_preemptions_reserve_everything_and_no_more():
@@ -64,9 +75,9 @@ def test_many_preemptions_reserve_everything_and_no_more():
     for _ in range(1000):
         estimate.preempted()
     assert estimate.ratio == 1.0
-    for _ in range(200):  # no debt was piled up beyond
+    for _ in range(61):  # no debt was piled up beyond
         estimate.finished(100, 30)
-    assert estimate.ratio < 0.35
+    assert estimate.ratio < 0.31
 
 
 def test_stays_positive_when_nothing_is_generated():
@@ -74,10 +85,11 @@ def test_stays_positive_when_nothing_is_generated():
     for _ in range(3000):
         estimate.finished(100, 0)
         estimate.finished(0, 0)  # a prompt that was only scored
-    assert estimate.ratio == LEAST
+    assert estimate.share == LEAST
+    assert estimate.ratio > 0
     only_scored = OutputEstimate(reserving=False)
     only_scored.finished(0, 0)
-    assert only_scored.ratio == START
+    assert only_scored.share == START
 
 
 def test_reserving_is_always_everything():

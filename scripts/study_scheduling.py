@@ -123,31 +123,33 @@ def policies() -> Iterator[Study]:
 
 
 def admission() -> Iterator[Study]:
+    extra: dict[str, Extra] = {"held": lambda r, m: f"{r.held:.0%}", "again": lambda r, m: f"{r.recomputed:,}"}
     for factor in (1.0, 4.0):
-        base = Case(name="", workload=CONV, load={"limit": 4000, "rate": 9.0, "declared_factor": factor},
+        base = Case(name="", workload=CONV, load={"limit": 2500, "rate": 9.0, "declared_factor": factor},
                     set=("max_rows=256", "prefill_tokens=1024", "max_context=16384", "kv_pages=700"))
-        yield Study(title=f"admission: pool of 700 pages (11 % of what fits), max_tokens {factor:g} times the output, "
-                          "conversations at 9/s, llama-3.1-8b on one H100",
+        yield Study(title=f"admission: conversations at 9/s, max_tokens {factor:g} times the output, 700 pages (11 % of "
+                          "what fits), llama-3.1-8b on one H100",
                     cases=tuple(dataclasses.replace(base, name=name, set=(*base.set, f"admission={name}"))
-                                for name in ("optimistic", "reserving")),
-                    targets=Targets(5.0, 0.05),
-                    extra={"held": lambda r, m: f"{r.held:.0%}", "again": lambda r, m: f"{r.recomputed:,}"})
+                                for name in ("optimistic", "reserving")), targets=Targets(5.0, 0.05), extra=extra)
+    base = Case(name="", workload="reasoning", load={"requests": 1000, "rate": 4.0}, model="llama-3.1-70b", devices=8,
+                set=("max_rows=256", "prefill_tokens=1024", "max_context=16384", "kv_pages=1200"))
+    yield Study(title="admission: long answers of very different lengths, max_tokens 8,192, at 4/s, 1,200 pages, "
+                      "llama-3.1-70b on 8 H100",
+                cases=tuple(dataclasses.replace(base, name=name, set=(*base.set, f"admission={name}"))
+                            for name in ("optimistic", "reserving")), targets=Targets(5.0, 0.05), extra=extra)
 
 
 def swap() -> Iterator[Study]:
-    setups = (("llama-3.2-1b", None, 34.0, 1500), ("llama-3.1-70b", 8, 8.0, 1500))
-    for model, devices, rate, pages in setups:
-        base = Case(name="", workload=CONV, model=model, devices=devices,
-                    load={"limit": 2000, "rate": rate, "declared_factor": 8.0},
+    for model, devices, rate, pages in (("llama-3.2-1b", None, 36.0, 1200), ("llama-3.1-70b", 8, 4.0, 1200)):
+        base = Case(name="", workload="reasoning", model=model, devices=devices, load={"requests": 1000, "rate": rate},
                     set=("max_rows=256", "prefill_tokens=1024", "max_context=16384", f"kv_pages={pages}"))
         cases = [dataclasses.replace(base, name="recompute")]
         for link in (50e9, 1e9):
-            slow = (f"host_link={link}",)
-            tier = (*base.set, "host_kv_gb=64")
+            slow, tier = (f"host_link={link}",), (*base.set, "host_kv_gb=64")
             cases += [dataclasses.replace(base, name=f"always swap, {link / 1e9:g} GB/s", device_set=slow, set=tier,
                                           workers=always_swap),
                       dataclasses.replace(base, name=f"as it costs, {link / 1e9:g} GB/s", device_set=slow, set=tier)]
-        yield Study(title=f"swap: pool of {pages:,} pages, conversations at {rate:g}/s, {model} on {devices or 1} H100",
+        yield Study(title=f"swap: long answers at {rate:g}/s, {pages:,} pages, {model} on {devices or 1} H100",
                     cases=tuple(cases), targets=Targets(5.0, 0.05),
                     extra={"again": lambda r, m: f"{r.recomputed:,}",
                            "GiB in": lambda r, m: f"{r.swapped_in / 2**30:.1f}",

@@ -73,6 +73,9 @@ class Admission:
                                                  f"max_stop_ids {self.config.max_stop_ids}")
         limit = position_limit(len(prompt), params.max_tokens, self.max_context)
         ids, count = tuple(stops), params.n if params.max_tokens != 0 else 1
+        most = self.config.max_waiting
+        if most is not None and count > most:
+            raise RequestError("n", f"{count} choices are more than the queue ever takes (max_waiting {most})")
         if not self.config.prefix_cache:
             service = dataclasses.replace(service, cache=False)
         requests = [

@@ -59,6 +59,8 @@ def test_a_timeout_ends_all_choices_in_whatever_state(engine, steps, monkeypatch
 
 def test_a_full_queue_refuses_and_leaves_nothing(engines):
     engine = engines.get("llama_plain", max_waiting=3)
+    with pytest.raises(RequestError, match=r"n: 4 choices .*max_waiting 3"):
+        engine.submit([9], SamplingParams(n=4))  # it would be refused for ever
     ids = [engine.submit([i + 1], GREEDY) for i in range(2)]
     assert not engine.takes(2)
     with pytest.raises(OverloadError, match="3"):

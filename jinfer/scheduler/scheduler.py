@@ -198,7 +198,7 @@ class Scheduler:
         plan = StepPlan(tuple(chunks), tuple(rows), steps, *self.pages.moves())
         for chunk in chunks:  # not before: who finds these blocks must be in a later plan
             self.pages.sharing.publish(chunk.request, (chunk.start + chunk.length) // self.pages.page_size)
-        self._stuck = plan.empty
+        self._stuck = not chunks and not rows
         if not plan.empty:
             self._in_flight += 1
         return plan

@@ -548,3 +548,20 @@ def test_a_pin_does_not_take_what_is_kept_for_protected_requests():
     with pytest.raises(CapacityError, match="prefix: its 2 KV pages are kept for requests that were preempted"):
         scheduler.pin(pinned)
     finish_all(scheduler, loop, kept)
+
+
+def test_pages_move_though_nothing_is_computed():
+    """A choice takes the row of a less urgent request and forks; the step has no tokens left for its chunk."""
+    scheduler, loop = make(max_rows=2, step_tokens=1)
+    (low,) = queue(scheduler, [20], max_tokens=4, priority=1)
+    loop.step()
+    choices = [make_request("c", prompt_of(12, 3), max_tokens=1, context=CONTEXT, seed=i, index=i) for i in range(2)]
+    for choice in choices:
+        choice.siblings = choices
+        scheduler.add(choice)
+    plans = []
+    while scheduler.has_work:
+        plans.append(loop.step())
+    assert any(plan.copies and not plan.chunks and not plan.rows for plan in plans)
+    assert [choice.outputs for choice in choices] == [alone(choice) for choice in choices]
+    assert low.preemptions == 1

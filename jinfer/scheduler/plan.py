@@ -75,5 +75,5 @@ class StepPlan:
 
     @property
     def empty(self) -> bool:
-        """Nothing to compute or to move. Pages may move without a call: who was admitted may wait for its first chunk."""
+        """Nothing to compute or to move. Pages may move without a call: for who waits for its first chunk."""
         return not (self.chunks or self.rows or self.outs or self.ins or self.received or self.copies)

@@ -5,8 +5,9 @@
 
 One engine serves a small workload in real time in several settings, taken in turns; medians of the rounds are printed.
 Its step times are measured before each round and fitted once (as scripts/profile_engine.py does), and the simulator
-predicts the rounds from that profile. A second prediction takes the step times of the rounds themselves: what is still off
-there is not the machine having been faster or slower meanwhile, but what the simulator does not know.
+predicts the rounds from that profile. A second prediction takes the calls of the rounds themselves, and what they took in
+the mean, disturbances by other processes included: what is still off there is not the machine having been faster or slower
+meanwhile, but what the simulator does not know. What a step costs the host is taken from the rounds.
 """
 
 import argparse
@@ -99,11 +100,20 @@ def predict(machine: Machine, jobs: list[Job], change: Callable[[Scheduler], Non
     return (*(value or 0.0 for value in values), report.output_rate, report.hit_rate)
 
 
+def with_disturbances(profiler: Profiler) -> ProfileConfig:
+    """Its fit leaves out calls that something else disturbed; scaled to what all calls took together."""
+    scaled = {}
+    for name in ("prefill", "decode"):
+        calls, values = np.asarray(getattr(profiler, name)), np.asarray(getattr(profiler.profile(), name))
+        scaled[name] = tuple((values * calls[:, 3].sum() / (calls[:, :3] @ values).sum()).tolist())
+    return ProfileConfig(**scaled)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any field of EngineConfig")
-    parser.add_argument("--device", default="cpu2", help="of the simulation: what a step costs the host")
+    parser.add_argument("--device", default="cpu2", help="of the simulation")
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--rate", type=float, default=1.5, help="requests a second, in the mean")
     parser.add_argument("--rounds", type=int, default=3)
@@ -122,6 +132,7 @@ def main() -> None:
     profiler = Profiler(engine)
     own = {setting: Profiler(engine) for setting in settings}
     rounds: dict[Setting, list[tuple[float, ...]]] = {setting: [] for setting in settings}
+    before = engine.metrics.snapshot()
     for number in range(options.rounds):
         scheduler.pace.prefill_tokens = most
         profiler.measure(rows=[1, 4, 8, 16], lengths=[30, 120, 500], outputs=8, repeat=1, vocab=vocab, seed=number)
@@ -130,7 +141,9 @@ def main() -> None:
             own[setting].watch(lambda setting=setting: rounds[setting].append(  # type: ignore[misc]
                 measure(engine, jobs, prompts)))
         console.print(f"round {number + 1}: " + ", ".join(f"{s.name} {rounds[s][-1][4]:.0f} tok/s" for s in settings))
-    device = load_config(DeviceConfig, options.device)
+    spent = engine.metrics.since(before)
+    device = dataclasses.replace(load_config(DeviceConfig, options.device), host_seconds=spent.host_seconds / spent.steps)
+    console.print(f"host: {1e3 * device.host_seconds:.2f} ms a step; {spent.compilations} compilations")
 
     def machine(profile: ProfileConfig) -> Machine:
         pages = engine.workers[0].scheduler.pages.pools[0].num_pages
@@ -153,7 +166,7 @@ def main() -> None:
             scheduler.pace.prefill_tokens = setting.chunk
 
         predicted = predict(machine(profiler.profile()), jobs, change)
-        again = predict(machine(own[setting].profile()), jobs, change)
+        again = predict(machine(with_disturbances(own[setting])), jobs, change)
         for i, name in enumerate(NAMES):
             each = [values[i] for values in rounds[setting]]
             seen = statistics.median(each)

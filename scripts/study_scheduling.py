@@ -97,14 +97,14 @@ def engines(count: int) -> Callable[[Machine], list[Worker]]:
 
 
 def chunked() -> Iterator[Study]:
-    for trace, rates, what in ((CONV, (10.0, 13.0), "conversations"), (CODE, (4.0,), "code, in bursts")):
+    for trace, rates, what in ((CONV, (13.0,), "conversations"), (CODE, (4.0,), "code, in bursts")):
         for rate in rates:
-            base = Case(name="", workload=trace, load={"limit": 4000, "rate": rate})
-            sizes = [(f"chunks of {size:,}", (f"prefill_tokens={size}",)) for size in (256, 512, 1024, 2048, 4096)]
+            base = Case(name="", workload=trace, load={"limit": 2000, "rate": rate})
+            sizes = [(f"chunks of {size:,}", (f"prefill_tokens={size}",)) for size in (256, 512, 1024, 2048)]
             sizes += [("whole prompts", ("prefill_tokens=16384",))]
             sizes += [(f"itl_target {target * 1e3:g} ms, up to {size:,}",
                        (f"prefill_tokens={size}", f"itl_target={target}"))
-                      for size, target in ((2048, 0.03), (2048, 0.05), (16384, 0.05))]
+                      for size, target in ((2048, 0.03), (2048, 0.05))]
             cases = tuple(dataclasses.replace(base, name=name, set=("max_rows=256", "max_context=16384", *values))
                           for name, values in sizes)
             yield Study(title=f"prefill chunks: {what} at {rate:g}/s, llama-3.1-8b on one H100",
@@ -113,8 +113,8 @@ def chunked() -> Iterator[Study]:
 
 
 def policies() -> Iterator[Study]:
-    for rate in (9.0, 12.0):
-        base = Case(name="", workload="targets", load={"rate": rate}, set=("max_rows=64", "prefill_tokens=1024"))
+    for rate in (12.0,):
+        base = Case(name="", workload="targets", load={"rate": rate, "requests": 2000}, set=("max_rows=64", "prefill_tokens=1024"))
         yield Study(
             title=f"policies: 60 % of requests want a first token in 0.5 s, {rate:g}/s in bursts, llama-3.1-8b on one H100",
             cases=tuple(dataclasses.replace(base, name=policy, set=(*base.set, f"policy={policy}"))
@@ -125,7 +125,7 @@ def policies() -> Iterator[Study]:
 def admission() -> Iterator[Study]:
     extra: dict[str, Extra] = {"held": lambda r, m: f"{r.held:.0%}", "again": lambda r, m: f"{r.recomputed:,}"}
     for factor in (1.0, 4.0):
-        base = Case(name="", workload=CONV, load={"limit": 2500, "rate": 9.0, "declared_factor": factor},
+        base = Case(name="", workload=CONV, load={"limit": 2000, "rate": 9.0, "declared_factor": factor},
                     set=("max_rows=256", "prefill_tokens=1024", "max_context=16384", "kv_pages=700"))
         yield Study(title=f"admission: conversations at 9/s, max_tokens {factor:g} times the output, 700 pages (11 % of "
                           "what fits), llama-3.1-8b on one H100",
@@ -182,7 +182,7 @@ def disaggregated() -> Iterator[Study]:
         ("1 prefill, 1 decode, one loop", apart, (), True),
         ("one loop, chunks of 512", ("prefill_tokens=512", *apart[1:]), (), True)]
     for trace, rate, what in ((CONV, 22.0, "conversations"), (CODE, 6.0, "code, in bursts")):
-        base = Case(name="", workload=trace, load={"limit": 4000, "rate": rate})
+        base = Case(name="", workload=trace, load={"limit": 2000, "rate": rate})
         yield Study(title=f"two H100: {what} at {rate:g}/s, llama-3.1-8b",
                     cases=tuple(dataclasses.replace(base, name=name, workers=None if apart[1] in values else engines(2),
                                                     device_set=device, lockstep=lockstep,
@@ -197,7 +197,7 @@ def page_size() -> Iterator[Study]:
         row = pages_for(machine.max_context, machine.config.page_size)
         return f"{4 * row * machine.config.max_rows / 2**10:,.0f} KiB"
 
-    for trace, load, context in ((MOONCAKE, {"limit": 800, "rate": 1.0}, 131072),
+    for trace, load, context in ((MOONCAKE, {"limit": 500, "rate": 1.0}, 131072),
                                  (CONV, {"limit": 2000, "rate": 10.0}, 16384)):
         base = Case(name="", workload=trace, load=load)
         yield Study(title=f"page size: {Path(trace).stem}, {load['limit']:,} at {load['rate']:g}/s, "

@@ -188,7 +188,8 @@ class PrefixIndex:
                 node = node.parent
 
     def _has(self, node: Node, g: int) -> bool:
-        return node.pages[g] > 0 or (self.host is not None and self.host.readable(g, node.slots[g]))
+        """The block can be used: it is in the pool, or in the host tier and cheaper to load than to compute."""
+        return node.pages[g] > 0 or (self.host is not None and self.worth and self.host.readable(g, node.slots[g]))
 
     def _fitting(self, nodes: Sequence[Node]) -> int:
         """How many of these blocks a request can go on behind, as far as windows are concerned."""

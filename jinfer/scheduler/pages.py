@@ -94,7 +94,7 @@ class RequestPages:
                     "max_tokens" if alone else "prompt",
                     f"{prompt} prompt tokens and up to {request.max_position - prompt} more need {need} KV pages of "
                     f"{self.page_size} tokens{where}, the pool has {total}")
-        request.page_limit = limit
+        request.page_limit = request.page_goal = limit
 
     def lacks(self, request: Request, found: Found, share: float, alone: bool) -> list[int]:
         """Pages of each group that are missing for an admission; nothing above 0 means it can be admitted.

@@ -53,6 +53,7 @@ class Request:
       gone: how many pages of each group are given back, the first ones.
       due: a decode call that ends past it needs other pages (see RequestPages).
       page_limit: most pages a group will ever have for it, those given back included (set by `Scheduler.add`).
+      page_goal: those admission reckons with; fewer where it did not say how much it wants.
       computed: positions whose KV is written by calls dispatched so far, or was found.
       cached: of them, those it found when it was last admitted, in the prefix index or with a sibling.
       keys: hashes of its full blocks, as far as anybody asked. tip: the last block it has found or published.
@@ -85,6 +86,7 @@ class Request:
     gone: list[int] = dataclasses.field(default_factory=list)
     due: int = 0
     page_limit: int = 0
+    page_goal: int = 0
     computed: int = 0
     cached: int = 0
     keys: list[int] = dataclasses.field(default_factory=list)

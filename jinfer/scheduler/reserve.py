@@ -40,7 +40,8 @@ class Reserve:
 
     def owes(self, request: Request, g: int, count: int, held: int) -> int:
         """Pages it may still take, before it gives one back, when it has `count` in its table and holds `held`."""
-        return max(0, min(request.page_limit - count, self.caps[g] - held))
+        limit = request.page_limit if request.protected else request.page_goal
+        return max(0, min(limit - count, self.caps[g] - held))
 
     def kept(self, request: Request, g: int, owes: int, share: float) -> int:
         """Pages that must stay available when a request is admitted that may then still take `owes`.

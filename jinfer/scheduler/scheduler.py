@@ -10,6 +10,7 @@ from jinfer.errors import CapacityError, OverloadError, RequestError
 from jinfer.kv.cost import SwapCost
 from jinfer.kv.host import HostTier
 from jinfer.kv.pool import PagePool
+from jinfer.kv.sizing import pages_for
 from jinfer.scheduler.estimate import OutputEstimate
 from jinfer.scheduler.pace import Pace
 from jinfer.scheduler.pages import RequestPages
@@ -21,6 +22,7 @@ from jinfer.scheduler.sharing import Found
 from jinfer.scheduler.step_time import StepTime
 
 RANK = attrgetter("rank")
+UNDECLARED = 1024  # output tokens admission reckons with, at most, where a request names no limit but the context
 
 
 class Scheduler:
@@ -86,6 +88,8 @@ class Scheduler:
         self.policy = policy or priority(60.0)
         self.max_preemptions = max_preemptions
         self.max_waiting = max_waiting
+        self.reserving = reserving
+        self.undeclared = UNDECLARED
         self.estimate = OutputEstimate(reserving)
         self.swap_cost = swap_cost or SwapCost()
         self.draining = False
@@ -139,6 +143,8 @@ class Scheduler:
             raise ValueError(f"max_position {request.max_position} is outside {prompt}..{self.max_context}")
         # The last token sampled needs no KV; the last token of a prompt does.
         self.pages.check_fits(request, max(prompt, request.max_position - 1))
+        declared = self._declared(request)
+        request.page_goal = min(request.page_limit, pages_for(prompt + declared, self.pages.page_size))
         if self.draining and not again:
             self.rejections += 1
             raise OverloadError("the engine drains and takes no more requests")
@@ -267,8 +273,9 @@ class Scheduler:
         if reason == "error":
             self.pages.sharing.forget(request, 0)  # whatever made its logits no numbers must not be found by others
         request.given = None
-        if reason in ("stop", "length") and request.max_position > len(request.prompt):
-            self.estimate.finished(request.max_position - len(request.prompt), len(request.outputs))
+        declared = self._declared(request)
+        if reason in ("stop", "length") and declared:
+            self.estimate.finished(declared, min(declared, len(request.outputs)))
 
     def cancel(self, request: Request, reason: FinishReason = "cancelled") -> None:
         """Ends a request that nobody wants any more, in whatever state it is."""
@@ -341,6 +348,11 @@ class Scheduler:
     def _blockade(self, request: Request | None) -> tuple[Request | None, int, int]:
         """As long as this does not change, a request that found no room finds none, nor whom a policy chose instead."""
         return request, self.pages.returns, len(self._active)
+
+    def _declared(self, request: Request) -> int:
+        """Output tokens a request is taken to want at most: what it said, or what hardly any exceeds."""
+        most = request.max_position - len(request.prompt)
+        return min(most, self.undeclared) if request.params.max_tokens is None and not self.reserving else most
 
     def _candidate(self, request: Request, cached: int) -> Candidate:
         """What a policy may know of a request."""

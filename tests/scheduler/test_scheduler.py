@@ -565,3 +565,17 @@ def test_pages_move_though_nothing_is_computed():
     assert any(plan.copies and not plan.chunks and not plan.rows for plan in plans)
     assert [choice.outputs for choice in choices] == [alone(choice) for choice in choices]
     assert low.preemptions == 1
+
+
+@pytest.mark.parametrize("reserving", [False, True])
+def test_who_names_no_limit_is_not_taken_to_want_the_whole_context(reserving):
+    """But when admission is to be sure, it is."""
+    pools = [PagePool(33, 8)]
+    scheduler = Scheduler(pools, max_rows=8, max_context=CONTEXT, prefill_tokens=64, max_chunks=8, reserving=reserving)
+    scheduler.undeclared = 16
+    loop = Loop(scheduler)
+    requests = queue(scheduler, [8] * 8, max_tokens=None, stop_ids=tuple(range(0, 64, 2)))
+    loop.step()
+    assert scheduler.running == (1 if reserving else 8)
+    loop.run(most_steps(requests, scheduler))
+    assert all(request.finish_reason == "stop" for request in requests)

@@ -7,6 +7,7 @@ MEMORY = 100  # calls: the age at which an observation has lost most of its weig
 STAY = 0.1  # of one observation: what holds coefficients where they are as far as no observation moves them
 USUAL = 0.05  # mean deviation from what was expected, relative to it, before any was seen
 LEAST, MOST = 0.02, 0.3  # of the mean deviation, whatever is seen
+EXACT = 0.002  # relative: a call that comes so close to what was expected teaches nothing
 ODD = 3.0  # a call that deviates by more than so many times the mean is set aside
 CHANGE = 6  # calls set aside, more than came as expected meanwhile: no accidents, the times have changed
 
@@ -74,7 +75,8 @@ class AffineFit:
         self._usual += 0.05 * (min(abs(deviation), odd) - self._usual)
         self._usual = min(MOST, max(LEAST, self._usual))
         if abs(deviation) <= odd:
-            self._learn(terms, seconds)
+            if abs(deviation) > EXACT:
+                self._learn(terms, seconds)
             del self._odd[:1]
             return
         self._odd.append((terms, seconds))

@@ -215,7 +215,7 @@ class Scheduler:
         length = request.prompt_tokens + len(outputs) + len(tokens)
         if request.status is Status.FINISHED or length > request.max_position:
             raise ValueError(f"request {request.id} takes no {len(tokens)} more tokens")
-        outputs.extend(tokens)
+        outputs += tokens
         # The last token may never have been fed; all before it were.
         if length > (request.blocks + 1) * self.pages.page_size and request.slot:
             self.pages.sharing.publish(request, (length - 1) // self.pages.page_size)

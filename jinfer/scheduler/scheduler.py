@@ -2,7 +2,6 @@
 
 import heapq
 from bisect import insort
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
@@ -102,7 +101,6 @@ class Scheduler:
         self._stuck = False  # the last plan had nothing to compute
         self._order = 0
         self._running = 0  # active requests that decode
-        self._classes: Counter[int] = Counter()  # of the active requests
         self._timeouts = RequestQueue(1)  # of those that have one, by the end of their time
         self._blocked: tuple[Request | None, int, int] | None = None  # who found no room, and what must change first
 
@@ -405,7 +403,6 @@ class Scheduler:
         request.status = Status.PREFILLING
         request.joined = request.advanced = False
         insort(self._active, request, key=RANK)
-        self._classes[request.service.priority] += 1
         self.pace.join(request)
 
     def _chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
@@ -520,6 +517,3 @@ class Scheduler:
         request.slot = request.computed = 0
         request.status = Status.WAITING
         self.pace.leave(request)
-        self._classes[request.service.priority] -= 1
-        if not self._classes[request.service.priority]:
-            del self._classes[request.service.priority]

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 plan = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Plan for devices that need not be here.")
 
-Rate = Annotated[float, typer.Option(help="Mean requests a second, of all replicas together.")]
+Rate = Annotated[float, typer.Option(
+    help="Mean arrivals a second, of all replicas together (of chats: conversations, not requests).")]
 Ttft = Annotated[float | None, typer.Option(metavar="SECONDS", help="Target for the first token.")]
 Itl = Annotated[float | None, typer.Option(
     metavar="SECONDS", help="Target for the mean time between a request's tokens.")]

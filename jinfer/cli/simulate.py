@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jinfer.cli.options import Config, Set
+from jinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from jinfer.simulate.machine import Machine
@@ -29,12 +30,13 @@ DeviceSet = Annotated[list[str] | None, typer.Option(
 Profile = Annotated[str | None, typer.Option(
     "--profile", metavar="FILE", help="Step times measured by scripts/profile_engine.py, in place of the roofline.")]
 Policy = Annotated[str | None, typer.Option(help="In which order requests are served; as --set policy=...")]
-Rate = Annotated[float | None, typer.Option(help="Mean requests a second; a trace is stretched or pressed to it.")]
-Speed = Annotated[float | None, typer.Option(help="Instead, so many times as fast as the workload says.")]
+Rate = Annotated[float | None, typer.Option(
+    help="Mean arrivals a second (of chats: conversations, not requests); a trace is stretched or pressed to it.")]
+Speed = Annotated[float | None, typer.Option(help="So many times as fast as the workload, or --rate, says.")]
 Requests = Annotated[int | None, typer.Option(
     min=1, help="How many requests; a trace is repeated with fresh contents as often as it takes.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Read only so many requests of a trace.")]
-Seed = Annotated[int | None, typer.Option(help="Of everything that is drawn.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Of everything that is drawn.")]
 Ttft = Annotated[float | None, typer.Option(metavar="SECONDS", help="Target for the first token, for goodput.")]
 Itl = Annotated[float | None, typer.Option(metavar="SECONDS",
                                            help="Target for the mean time between a request's tokens, for goodput.")]
@@ -57,6 +59,9 @@ def simulate(workload: Workload, model: ModelName = "llama-3.1-8b", device: Devi
     from jinfer.bench.synthetic import load_workload
     from jinfer.cli.session import stderr_console
     from jinfer.simulate.report import Targets, make_report
+    targets = Targets(ttft, itl)
+    if not stall > 0.0:
+        raise ConfigError(f"stall: must be a positive number of seconds, got {stall!r}")
     machine = build_machine(model, config, set_, device, devices, device_set, policy, profile)
     source, jobs = load_workload(workload, requests=requests, limit=limit, rate=rate, seed=seed, speed=speed)
     console = stderr_console()
@@ -64,7 +69,7 @@ def simulate(workload: Workload, model: ModelName = "llama-3.1-8b", device: Devi
     with console.status(f"simulating {len(jobs):,} requests"):
         recorder = machine.simulate(jobs, stall=stall, overlap=not no_overlap)
     seconds = max(time.process_time() - began, 1e-9)
-    report = make_report(recorder, tuple(c.name for c in source.classes), Targets(ttft, itl))
+    report = make_report(recorder, tuple(c.name for c in source.classes), targets)
     title = f"{Path(workload).name} on {model}, {machine.devices} x {machine.device.kind}"
     if machine.split is not None:
         title += f", {machine.split.prefill_workers} prefill and {machine.split.decode_workers} decode workers"

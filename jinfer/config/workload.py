@@ -179,6 +179,8 @@ class WorkloadConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: must be a positive integer, got {value!r}")
+        if self.seed < 0:
+            raise ConfigError(f"seed: must be 0 or more, got {self.seed!r}")
         if self.rate is not None and not 0.0 < self.rate < float("inf"):
             raise ConfigError(f"rate: must be positive, got {self.rate!r}")
         if self.declared_factor is not None and not 1.0 <= self.declared_factor < float("inf"):

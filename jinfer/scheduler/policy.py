@@ -172,7 +172,10 @@ def find_policy(name: str, ageing: float) -> Policy:
     if attribute not in known:
         raise ConfigError(f"policy: {module!r} has no {attribute!r}{_nearest(attribute, known)}")
     found = known[attribute]
-    policy = found(ageing) if callable(found) else found
+    try:
+        policy = found(ageing) if callable(found) else found
+    except Exception as error:  # whatever a user's function raises
+        raise ConfigError(f"policy: {name!r} cannot be made: {error}") from error
     if not isinstance(policy, Policy):
         raise ConfigError(f"policy: {name!r} must be a Policy or make one of the ageing, got a {type(policy).__name__}")
     return policy

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jinfer.errors import ConfigError
 from jinfer.simulate.recorder import Outcome, Recorder
 
 
@@ -29,6 +30,12 @@ class Targets:
 
     ttft: float | None = None
     itl: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "itl"):
+            value = getattr(self, name)
+            if value is not None and not value > 0.0:
+                raise ConfigError(f"{name}: must be a positive number of seconds, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

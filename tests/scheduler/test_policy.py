@@ -132,6 +132,10 @@ def test_a_policy_of_your_own():
     assert made.key(candidate(1.0, prompt=10)) == 31.0
 
 
+def raises(ageing):
+    raise ValueError("boom")
+
+
 @pytest.mark.parametrize(("name", "words"), [
     ("fcsf", ["policy:", "'fcsf'", "did you mean 'fcfs'", "longest-prefix"]),
     ("zzz", ["policy:", "known:", "package.module:name"]),
@@ -139,6 +143,7 @@ def test_a_policy_of_your_own():
     (":x", ["policy:", "imported"]),
     (f"{__name__}:MIEN", ["policy:", "did you mean 'MINE'"]),
     (f"{__name__}:NOT_A_POLICY", ["policy:", "must be a Policy", "int"]),
+    (f"{__name__}:raises", ["policy:", "cannot be made", "boom"]),
     (f"{__name__}:candidate", ["policy:", "must be a Policy", "Candidate"]),
 ])
 def test_what_is_no_policy_is_named(name, words):

@@ -104,6 +104,8 @@ def test_disaggregated_workers_come_from_the_configuration():
     (("--set", "max_rowz=3"), "max_rowz: unknown key"),
     (("--policy", "fast"), "policy: "),
     (("--speed", "0"), "speed: must be positive"),
+    (("--ttft", "-1"), "ttft: must be a positive number"),
+    (("--stall", "0"), "stall: must be a positive number"),
 ])
 def test_mistakes_are_named(arguments, message):
     with pytest.raises(ConfigError, match=message):

@@ -15,8 +15,8 @@ class OutputEstimate:
     `ratio` is the share of their declared tokens that finished requests had generated, weighted by tokens, since it is
     tokens that pages hold, and exponentially by age; times a caution, which doubles with every preemption, when too
     much was admitted, and falls as requests finish. It falls below 1, for requests that end make room for those that
-    grow: keeping what all of them may still take, as if none ended before the last has grown, leaves a quarter to a
-    half of the pool empty (docs/scheduling.md). Requests that were cancelled or failed say nothing about lengths and
+    grow: keeping what all of them may still take, as if none ended before the last has grown, lets others wait beside
+    empty pages (docs/scheduling.md). Requests that were cancelled or failed say nothing about lengths and
     are not to be counted.
 
     Attributes:

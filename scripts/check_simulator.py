@@ -5,9 +5,9 @@
 
 One engine serves a small workload in real time in several settings, taken in turns; medians of the rounds are printed.
 Its step times are measured before each round and fitted once (as scripts/profile_engine.py does), and the simulator
-predicts the rounds from that profile. A second prediction takes the calls of the rounds themselves, and what they took in
-the mean, disturbances by other processes included: what is still off there is not the machine having been faster or slower
-meanwhile, but what the simulator does not know. What a step costs the host is taken from the rounds.
+predicts the rounds from that profile. A second prediction takes the calls of the rounds themselves, and what they took
+in the mean, disturbances by other processes included: what is still off there is not the machine having been faster or
+slower meanwhile, but what the simulator does not know. What a step costs the host is taken from the rounds.
 """
 
 import argparse
@@ -89,7 +89,8 @@ def measure(engine: Engine, jobs: list[Job], prompts: list[list[int]]) -> tuple[
                 tokens += len(timing.token_times)
                 cached += timing.cached_tokens
     wall = time.perf_counter() - start
-    return (*np.quantile(ttft, (0.5, 0.99)), *np.quantile(gaps, (0.5, 0.99)), tokens / wall, cached / sum(map(len, prompts)))
+    return (*np.quantile(ttft, (0.5, 0.99)), *np.quantile(gaps, (0.5, 0.99)), tokens / wall,
+            cached / sum(map(len, prompts)))
 
 
 def predict(machine: Machine, jobs: list[Job], change: Callable[[Scheduler], None]) -> tuple[float, ...]:
@@ -102,11 +103,12 @@ def predict(machine: Machine, jobs: list[Job], change: Callable[[Scheduler], Non
 
 def with_disturbances(profiler: Profiler) -> ProfileConfig:
     """Its fit leaves out calls that something else disturbed; scaled to what all calls took together."""
-    scaled = {}
-    for name in ("prefill", "decode"):
-        calls, values = np.asarray(getattr(profiler, name)), np.asarray(getattr(profiler.profile(), name))
-        scaled[name] = tuple((values * calls[:, 3].sum() / (calls[:, :3] @ values).sum()).tolist())
-    return ProfileConfig(**scaled)
+    def scaled(calls: np.ndarray, values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple((np.asarray(values) * calls[:, 3].sum() / (calls[:, :3] @ values).sum()).tolist())
+
+    profile = profiler.profile()
+    return ProfileConfig(prefill=scaled(np.asarray(profiler.prefill), profile.prefill),
+                         decode=scaled(np.asarray(profiler.decode), profile.decode))
 
 
 def main() -> None:
@@ -142,7 +144,8 @@ def main() -> None:
                 measure(engine, jobs, prompts)))
         console.print(f"round {number + 1}: " + ", ".join(f"{s.name} {rounds[s][-1][4]:.0f} tok/s" for s in settings))
     spent = engine.metrics.since(before)
-    device = dataclasses.replace(load_config(DeviceConfig, options.device), host_seconds=spent.host_seconds / spent.steps)
+    device = dataclasses.replace(load_config(DeviceConfig, options.device),
+                                 host_seconds=spent.host_seconds / spent.steps)
     console.print(f"host: {1e3 * device.host_seconds:.2f} ms a step; {spent.compilations} compilations")
 
     def machine(profile: ProfileConfig) -> Machine:
@@ -174,7 +177,8 @@ def main() -> None:
                 lambda x: f"{1e3 * x:.0f} ms")
             ratios = [f"{value / seen:.2f}" if seen else "-" for value in (predicted[i], again[i])]
             cells = (setting.name if not i or options.markdown else "", name, show(seen),
-                     f"{show(min(each))} .. {show(max(each))}", show(predicted[i]), ratios[0], show(again[i]), ratios[1])
+                     f"{show(min(each))} .. {show(max(each))}", show(predicted[i]), ratios[0],
+                     show(again[i]), ratios[1])
             table.add_row(*cells, end_section=i == len(NAMES) - 1)
             if options.markdown:
                 print(f"| {' | '.join(cells)} |")

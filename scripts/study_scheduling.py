@@ -97,29 +97,26 @@ def engines(count: int) -> Callable[[Machine], list[Worker]]:
 
 
 def chunked() -> Iterator[Study]:
-    for trace, rates, what in ((CONV, (13.0,), "conversations"), (CODE, (4.0,), "code, in bursts")):
-        for rate in rates:
-            base = Case(name="", workload=trace, load={"limit": 2000, "rate": rate})
-            sizes = [(f"chunks of {size:,}", (f"prefill_tokens={size}",)) for size in (256, 512, 1024, 2048)]
-            sizes += [("whole prompts", ("prefill_tokens=16384",))]
-            sizes += [(f"itl_target {target * 1e3:g} ms, up to {size:,}",
-                       (f"prefill_tokens={size}", f"itl_target={target}"))
-                      for size, target in ((2048, 0.03), (2048, 0.05))]
-            cases = tuple(dataclasses.replace(base, name=name, set=("max_rows=256", "max_context=16384", *values))
-                          for name, values in sizes)
-            yield Study(title=f"prefill chunks: {what} at {rate:g}/s, llama-3.1-8b on one H100",
-                        cases=cases, targets=Targets(1.0, 0.05),
-                        extra={"every gap": lambda r, m: f"{r.all.strict:.1%}"})
+    sizes = {f"chunks of {size:,}": (f"prefill_tokens={size}",) for size in (256, 512, 1024, 2048)}
+    settings: dict[str, tuple[str, ...]] = {**sizes, "whole prompts": ("prefill_tokens=16384",)}
+    for target in (0.03, 0.05):
+        settings[f"itl_target {target * 1e3:g} ms, up to 2,048"] = ("prefill_tokens=2048", f"itl_target={target}")
+    for trace, rate, what in ((CONV, 13.0, "conversations"), (CODE, 4.0, "code, in bursts")):
+        base = Case(name="", workload=trace, load={"limit": 2000, "rate": rate})
+        yield Study(title=f"prefill chunks: {what} at {rate:g}/s, llama-3.1-8b on one H100",
+                    cases=tuple(dataclasses.replace(base, name=name, set=("max_rows=256", "max_context=16384", *values))
+                                for name, values in settings.items()),
+                    targets=Targets(1.0, 0.05), extra={"every gap": lambda r, m: f"{r.all.strict:.1%}"})
 
 
 def policies() -> Iterator[Study]:
-    for rate in (12.0,):
-        base = Case(name="", workload="targets", load={"rate": rate, "requests": 2000}, set=("max_rows=64", "prefill_tokens=1024"))
-        yield Study(
-            title=f"policies: 60 % of requests want a first token in 0.5 s, {rate:g}/s in bursts, llama-3.1-8b on one H100",
-            cases=tuple(dataclasses.replace(base, name=policy, set=(*base.set, f"policy={policy}"))
-                        for policy in ("static", "fcfs", "priority", "deadline", "longest-prefix")),
-            targets=Targets(itl=0.05), classes=True)
+    base = Case(name="", workload="targets", load={"rate": 12.0, "requests": 2000},
+                set=("max_rows=64", "prefill_tokens=1024"))
+    yield Study(title="policies: 60 % of requests want a first token in 0.5 s, 12/s in bursts, llama-3.1-8b on one "
+                      "H100",
+                cases=tuple(dataclasses.replace(base, name=policy, set=(*base.set, f"policy={policy}"))
+                            for policy in ("static", "fcfs", "priority", "deadline", "longest-prefix")),
+                targets=Targets(itl=0.05), classes=True)
 
 
 def admission() -> Iterator[Study]:
@@ -127,8 +124,8 @@ def admission() -> Iterator[Study]:
     for factor in (1.0, 4.0):
         base = Case(name="", workload=CONV, load={"limit": 2000, "rate": 9.0, "declared_factor": factor},
                     set=("max_rows=256", "prefill_tokens=1024", "max_context=16384", "kv_pages=700"))
-        yield Study(title=f"admission: conversations at 9/s, max_tokens {factor:g} times the output, 700 pages (11 % of "
-                          "what fits), llama-3.1-8b on one H100",
+        yield Study(title=f"admission: conversations at 9/s, max_tokens {factor:g} times the output, 700 pages (11 % "
+                          "of what fits), llama-3.1-8b on one H100",
                     cases=tuple(dataclasses.replace(base, name=name, set=(*base.set, f"admission={name}"))
                                 for name in ("optimistic", "reserving")), targets=Targets(5.0, 0.05), extra=extra)
     base = Case(name="", workload="reasoning", load={"requests": 1000, "rate": 4.0}, model="llama-3.1-70b", devices=8,
@@ -165,7 +162,8 @@ def prefix() -> Iterator[Study]:
         rows += [(f"{pages:,} pages", (f"kv_pages={pages}",), None) for pages in (2500, 4500)]
         rows += [("all that fits", (), None)]
         rows += [(f"and {size} GB of host", (f"host_kv_gb={size}",), None) for size in (64, 256, 1024)]
-        yield Study(title=f"prefix cache: {Path(trace).stem}, the first {limit:,} at {rate:g}/s, llama-3.1-8b on one H100",
+        yield Study(title=f"prefix cache: {Path(trace).stem}, the first {limit:,} at {rate:g}/s, llama-3.1-8b on one "
+                          "H100",
                     cases=tuple(dataclasses.replace(base, name=name, set=(*base.set, *values), prepare=prepare)
                                 for name, values, prepare in rows),
                     targets=Targets(5.0, 0.05), stall=0.2,
@@ -204,7 +202,8 @@ def page_size() -> Iterator[Study]:
                           "llama-3.1-8b on one H100",
                     cases=tuple(dataclasses.replace(
                         base, name=f"{size} tokens", set=("max_rows=128", "prefill_tokens=2048", f"page_size={size}",
-                                                          f"max_context={context}")) for size in (16, 32, 64, 128, 256)),
+                                                          f"max_context={context}"))
+                        for size in (16, 32, 64, 128, 256)),
                     targets=Targets(5.0, 0.05), stall=0.2,
                     extra={"unfilled": lambda r, m: f"{r.unfilled:.1%}", "table": table})
 
@@ -217,9 +216,10 @@ COLUMNS = ("TTFT p50", "p99", "ITL p50", "p99", "queue p99", "goodput", "stalls"
 
 
 def simulate(case: Case, study: Study, traces: Path) -> tuple[Report, Machine]:
-    machine = build_machine(case.model, None, list(case.set), case.device, case.devices, list(case.device_set), None, None)
-    local = Path(case.workload).suffix != ""
-    source, jobs = load_workload(traces / case.workload if local else case.workload, **case.load)
+    machine = build_machine(case.model, None, list(case.set), case.device, case.devices, list(case.device_set), None,
+                            None)
+    recorded = Path(case.workload).suffix != ""
+    source, jobs = load_workload(traces / case.workload if recorded else case.workload, **case.load)
     if case.prepare is not None:
         case.prepare(jobs)
     workers = None if case.workers is None else case.workers(machine)
@@ -262,7 +262,8 @@ def run(study: Study, traces: Path, markdown: bool) -> None:
             rows += [[f"  {of.name}", *row(report, of), *("" for _ in study.extra)] for of in report.classes[1:]]
     wanted = [f"first token within {study.targets.ttft:g} s"] if study.targets.ttft else []
     wanted += [f"{study.targets.itl * 1e3:g} ms a token in the mean"] if study.targets.itl else []
-    caption = f"TTFT and queue in s, ITL in ms; goodput: {', '.join(wanted)}; stalls: gaps over {study.stall * 1e3:g} ms"
+    caption = (f"TTFT and queue in s, ITL in ms; goodput: {', '.join(wanted)}; "
+               f"stalls: gaps over {study.stall * 1e3:g} ms")
     show(study.title, caption, (*COLUMNS, *study.extra), rows, markdown)
 
 

@@ -210,10 +210,11 @@ class Scheduler:
     def append(self, request: Request, tokens: Sequence[int]) -> None:
         """Takes the tokens kept of a collected step, also of a request that was preempted meanwhile."""
         outputs = request.outputs
-        length = request.prompt_tokens + len(outputs) + len(tokens)
-        if request.status is Status.FINISHED or length > request.max_position:
-            raise ValueError(f"request {request.id} takes no {len(tokens)} more tokens")
         outputs += tokens
+        length = request.prompt_tokens + len(outputs)
+        if length > request.max_position or request.status is Status.FINISHED:
+            del outputs[len(outputs) - len(tokens):]
+            raise ValueError(f"request {request.id} takes no {len(tokens)} more tokens")
         # The last token may never have been fed; all before it were.
         if length > (request.blocks + 1) * self.pages.page_size and request.slot:
             self.pages.sharing.publish(request, (length - 1) // self.pages.page_size)

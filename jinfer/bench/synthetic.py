@@ -130,6 +130,7 @@ def _traced(config: WorkloadConfig, draw: Draw, folder: Path) -> Iterator[Job]:
     assert config.trace is not None
     records = read_trace(folder / config.trace, config.format, config.limit)
     count = config.requests or len(records)
+    records = records[:count]  # the rate is that of the part that is used
     last = records[-1].time
     span = last * len(records) / max(1, len(records) - 1) or 1.0  # the next copy begins a mean distance later
     scale = 1.0 if config.rate is None else len(records) / (span * config.rate)

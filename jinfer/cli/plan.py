@@ -40,7 +40,9 @@ Devices = Annotated[list[int] | None, typer.Option(
 Rows = Annotated[list[int] | None, typer.Option(min=1, help="max_rows to try (default: 32, 64, 128, 256). Repeatable.")]
 Chunk = Annotated[list[int] | None, typer.Option(
     min=1, help="prefill_tokens to try (default: 256, 512, 1024, 2048). Repeatable.")]
-Requests = Annotated[int, typer.Option(min=1, help="Requests that one replica gets in each simulation.")]
+Requests = Annotated[int, typer.Option(min=1, help="Requests that one replica gets in each simulation, at first.")]
+Span = Annotated[float, typer.Option(
+    min=1, metavar="SECONDS", help="What holds is tried again with all that arrives in so long a time.")]
 Most = Annotated[int, typer.Option("--max-replicas", min=1, help="Most replicas to try.")]
 
 
@@ -52,9 +54,9 @@ def _root() -> None:
 @plan.command()
 def capacity(workload: Workload, rate: Rate, model: ModelName = "llama-3.1-8b", device: Device = "v6e",
              ttft: Ttft = None, itl: Itl = None, goodput: Goodput = 0.99, devices: Devices = None, rows: Rows = None,
-             chunk: Chunk = None, requests: Requests = 1000, most: Most = 64, config: Config = None, set_: Set = None,
-             device_set: DeviceSet = None, policy: Policy = None, profile: Profile = None, limit: Limit = None,
-             seed: Seed = None, as_json: AsJson = False) -> None:
+             chunk: Chunk = None, requests: Requests = 1000, span: Span = 300.0, most: Most = 64,
+             config: Config = None, set_: Set = None, device_set: DeviceSet = None, policy: Policy = None,
+             profile: Profile = None, limit: Limit = None, seed: Seed = None, as_json: AsJson = False) -> None:
     """Search replicas, rows, chunk size and page budget that hold a load within latency targets on the fewest devices.
 
     Example: jinfer plan capacity -w chat -m llama-3.1-8b -d v6e --rate 20 --ttft 1.0 --itl 0.05
@@ -88,13 +90,13 @@ def capacity(workload: Workload, rate: Rate, model: ModelName = "llama-3.1-8b", 
         def show(point: "Point") -> None:
             status.update(f"simulating: {len(search.points)} points, {_describe(point)}")
 
-        search = CapacitySearch(machine, jobs, Targets(ttft, itl), goodput=goodput, requests=requests, most=most,
-                                progress=show)
+        search = CapacitySearch(machine, jobs, Targets(ttft, itl), goodput=goodput, requests=requests, span=span,
+                                most=most, progress=show)
         found = search.run(settings(devices or [1], rows or [32, 64, 128, 256], chunk or [256, 512, 1024, 2048]))
     if as_json:
         print(json.dumps(found.as_json()))
     else:
-        _print(found, f"{rate:g} requests/s of {workload} on {model}, {device}", goodput)
+        _print(found, f"{rate:g} arrivals/s of {workload} on {model}, {device}", goodput)
     if found.answer is None:
         raise typer.Exit(1)
 

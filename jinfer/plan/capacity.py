@@ -81,16 +81,19 @@ class CapacitySearch:
     """Tries settings by simulating one of the replicas, which gets every k-th request (every k-th conversation).
 
     More replicas, more load or fewer pages are taken to be monotone, so each is found by bisection.
+
+    A queue that grows slowly, or conversations whose later turns are still to come, show only after a while: a point
+    that holds for the first requests is tried again with as many as arrive in `span` seconds.
     """
 
     def __init__(self, machine: Callable[[Setting], Machine], jobs: Callable[[float, int], list[Job]],
-                 targets: Targets, *, goodput: float = 0.99, requests: int = 1000, most: int = 64,
+                 targets: Targets, *, goodput: float = 0.99, requests: int = 1000, span: float = 300.0, most: int = 64,
                  progress: Callable[[Point], None] | None = None):
         """Args:
           machine: an engine of a setting; raises ConfigError where it does not fit.
           jobs: (times the asked load, how many) -> the requests of all replicas.
-          goodput: share of the requests that must meet the targets. requests: simulated for a point.
-          most: replicas. progress: told every point.
+          goodput: share of the requests that must meet the targets. requests: simulated for a point at first.
+          span: seconds of arrivals, at least, of a point that holds. most: replicas. progress: told every point.
         """
         if not 0.0 < goodput <= 1.0:
             raise ConfigError(f"goodput: must be in (0, 1], got {goodput!r}")
@@ -98,7 +101,7 @@ class CapacitySearch:
             raise ConfigError("ttft: give a target for it or for itl")
         self.points: list[Point] = []
         self._machine, self._jobs, self._targets = machine, jobs, targets
-        self._goodput, self._requests, self._most = goodput, requests, most
+        self._goodput, self._requests, self._most, self._span = goodput, requests, most, span
         self._progress = progress or (lambda point: None)
 
     def run(self, settings: Iterable[Setting]) -> Plan:
@@ -121,8 +124,13 @@ class CapacitySearch:
         except ConfigError as error:
             problem = str(error)
         else:
-            jobs = share(self._jobs(load, self._requests * setting.replicas), setting.replicas)
-            report = make_report(machine.simulate(jobs), targets=self._targets)
+            count, enough = self._requests * setting.replicas, False
+            while not enough:
+                jobs = share(self._jobs(load, count), setting.replicas)
+                report = make_report(machine.simulate(jobs), targets=self._targets)
+                last = max(job.time for job in jobs if job.after is None)
+                enough = report.all.goodput < self._goodput or not 0 < last < self._span
+                count = int(count * 1.1 * self._span / last) + 1 if last else count
         point = Point(setting, load, report is not None and report.all.goodput >= self._goodput, report, problem)
         self.points.append(point)
         self._progress(point)

@@ -131,7 +131,7 @@ def make(load, count, rate=20):
 
 def test_capacity_finds_the_fewest_engines():
     # A row serves a request in half a second and more, so 4 rows hold less than 8 requests a second of the 20.
-    search = CapacitySearch(FixedMachine, make, Targets(ttft=0.5, itl=0.1), requests=100)
+    search = CapacitySearch(FixedMachine, make, Targets(ttft=0.5, itl=0.1), requests=100, span=1.0)
     plan = search.run(settings([1], [4], [64, 128]))
     assert plan.answer.setting.replicas in (3, 4)
     tried = {(p.setting.replicas, p.setting.chunk): p.meets for p in plan.points if p.load == 1 and p.setting.pages == 1}
@@ -144,11 +144,20 @@ def test_capacity_finds_the_fewest_engines():
     assert not again.meets
 
 
+def test_what_holds_for_a_moment_is_tried_for_longer():
+    """10 requests that arrive at 20 a second wait for nobody long; 600 do, with rows for 8 a second."""
+    few = CapacitySearch(FixedMachine, make, Targets(ttft=0.5), requests=10, span=0.1).try_point(Setting(1, 8, 64))
+    many = CapacitySearch(FixedMachine, make, Targets(ttft=0.5), requests=10, span=30.0).try_point(Setting(1, 8, 64))
+    assert few.meets
+    assert many.report.all.jobs > 500
+    assert not many.meets
+
+
 def test_bisection_ends_at_the_fewest():
     found = set()
     for rate in (8, 15, 20, 26, 30):
         search = CapacitySearch(FixedMachine, lambda load, count, rate=rate: make(load, count, rate), Targets(ttft=0.5),
-                                requests=60)
+                                requests=60, span=1.0)
         best = search._fewest(Setting(1, 4, 64), 64, None)
         assert best.meets
         fewest = best.setting.replicas
@@ -164,7 +173,7 @@ def test_capacity_prefers_what_costs_less_and_says_when_nothing_does():
                 raise ConfigError("device: too small")
             super().__init__(setting)
 
-    search = CapacitySearch(Costly, make, Targets(ttft=0.5), requests=100, most=8)
+    search = CapacitySearch(Costly, make, Targets(ttft=0.5), requests=100, most=8, span=1.0)
     plan = search.run(settings([1, 2, 4], [16], [128]))
     assert plan.answer.setting.devices == 2
     assert [p.problem for p in plan.points if p.setting.devices == 1] == ["device: too small"]
@@ -183,7 +192,7 @@ def test_replicas_share_jobs_and_keep_conversations_together():
 
 def test_plan_capacity_prints_a_table():
     result = run("plan", "capacity", "-w", "mixed", *SMALL, "--rate", "8", "--ttft", "2", "--rows", "32", "--chunk", "512",
-                 "--requests", "50", "--max-replicas", "4")
+                 "--requests", "50", "--max-replicas", "4", "--span", "1")
     assert result.exit_code == 0
     assert re.search(r"engines of 1 devices .* goodput", " ".join(result.stdout.split()))
 

@@ -244,3 +244,10 @@ def test_requests_that_keep_to_themselves_share_nothing():
     shared, alone = simulator(prefill_tokens=512).run(jobs), simulator(prefill_tokens=512, cache=False).run(jobs)
     assert shared.saved == 3 * 240
     assert (alone.saved, alone.prefill_tokens) == (0, 4 * 256)
+
+
+def test_positions_of_held_pages_without_a_token_are_counted():
+    sim = simulator()
+    report = make_report(sim.run([job(0.0, S + 1, 3)]))
+    # when the prompt's token is known the next decode step is planned: 18 of two pages' 32 positions have a token
+    assert report.unfilled == pytest.approx((2 * S - (S + 2)) / (2 * S))

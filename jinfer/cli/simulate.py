@@ -62,6 +62,8 @@ def simulate(workload: Workload, model: ModelName = "llama-3.1-8b", device: Devi
     targets = Targets(ttft, itl)
     if not stall > 0.0:
         raise ConfigError(f"stall: must be a positive number of seconds, got {stall!r}")
+    if html is not None and not html.parent.is_dir():
+        raise ConfigError(f"html: there is no folder {html.parent}")
     machine = build_machine(model, config, set_, device, devices, device_set, policy, profile)
     source, jobs = load_workload(workload, requests=requests, limit=limit, rate=rate, seed=seed, speed=speed)
     console = stderr_console()
@@ -73,9 +75,6 @@ def simulate(workload: Workload, model: ModelName = "llama-3.1-8b", device: Devi
     title = f"{Path(workload).name} on {model}, {machine.devices} x {machine.device.kind}"
     if machine.split is not None:
         title += f", {machine.split.prefill_workers} prefill and {machine.split.decode_workers} decode workers"
-    if html is not None:
-        from jinfer.simulate.html import write_page
-        write_page(html, recorder, report, machine, title)
     if as_json:
         print(json.dumps(_plain(report.as_json(), machine, title)))
     else:
@@ -83,6 +82,9 @@ def simulate(workload: Workload, model: ModelName = "llama-3.1-8b", device: Devi
     rows = sum(recorder.steps.rows)
     console.print(f"simulated in {seconds:,.1f} s of processor time: {len(jobs) / seconds:,.0f} requests/s, "
                   f"{rows / seconds:,.0f} row steps/s", soft_wrap=True)
+    if html is not None:
+        from jinfer.simulate.html import write_page
+        write_page(html, recorder, report, machine, title)
 
 
 def build_machine(model: str, config: str | None, set_: list[str] | None, device: str, devices: int | None,

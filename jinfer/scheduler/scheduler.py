@@ -1,11 +1,12 @@
 """Scheduler: ranked requests; chunked prefill beside decode; memory-aware admission and bounded preemption."""
 
 import heapq
+import math
 from bisect import insort
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
-from jinfer.errors import CapacityError, OverloadError, RequestError
+from jinfer.errors import CapacityError, ConfigError, OverloadError, RequestError
 from jinfer.kv.cost import SwapCost
 from jinfer.kv.host import HostTier
 from jinfer.kv.pool import PagePool
@@ -150,7 +151,7 @@ class Scheduler:
             self.rejections += 1
             raise OverloadError(f"{len(self._queue)} requests wait already, the queue takes {self.max_waiting}")
         service, self._order = request.service, self._order + 1
-        request.rank = (self.policy.key(self._candidate(request, 0)), self._order)
+        request.rank = (self._key(request), self._order)
         request.protected = request.preemptions >= self.max_preemptions
         self._queue.add(request, request.rank)
         if service.timeout is not None:
@@ -359,6 +360,17 @@ class Scheduler:
         due = None if service.ttft_target is None else request.arrival + service.ttft_target
         return Candidate(service.priority, request.arrival, due, prompt, request.max_position - prompt, cached,
                          self.pace.prompt_seconds(prompt))
+
+    def _key(self, request: Request) -> float:
+        """What the policy ranks a request by. Raises ConfigError if the policy does not give a finite number."""
+        try:
+            key = self.policy.key(self._candidate(request, 0))
+            finite = math.isfinite(key)
+        except Exception as error:  # whatever a user's function raises
+            raise ConfigError(f"policy: the key of {self.policy.name!r} failed: {error}") from error
+        if not finite:
+            raise ConfigError(f"policy: the key of {self.policy.name!r} must be a finite number, got {key!r}")
+        return key
 
     def _lookup(self, now: float) -> Iterator[tuple[Request, Found]]:
         """Waiting requests in the order in which they are to be admitted, the front of the queue only."""

@@ -3,7 +3,7 @@
 import pytest
 
 from jinfer.config import SamplingParams, ServiceParams
-from jinfer.errors import CapacityError, OverloadError, RequestError
+from jinfer.errors import CapacityError, ConfigError, OverloadError, RequestError
 from jinfer.scheduler.policy import Policy
 from tests.engines import drain, one, run, short_of_pages
 
@@ -241,7 +241,7 @@ def test_a_policy_that_raises_refuses_all_choices(engine, monkeypatch):
 
     (worker,) = engine.workers
     monkeypatch.setattr(worker.scheduler, "policy", Policy("broken", key))
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ConfigError, match="policy: the key of 'broken' failed: of the user's own"):
         engine.submit([1, 2, 3], SamplingParams(n=2))
     assert not engine.has_work
     assert len(one(engine, [1, 2, 3], temperature=0, max_tokens=8, ignore_eos=True).completions[0].token_ids) == 8

@@ -117,7 +117,7 @@ def test_tensor_parallel_divides_the_work_and_adds_exchanges():
     ("llama-3.1-8b", "v6e", 1, (1667,)), ("llama-3.1-8b", "v5e", 8, (8193,)), ("llama-3.1-70b", "v5e", 16, (2311,)),
     ("qwen3-30b-a3b", "v5e", 8, (4704,)), ("deepseek-v2-lite", "v5e", 4, (3220,)), ("gemma-3-27b", "v5e", 8, (6802, 1129))])
 def test_pools_are_sized_as_by_the_engine(model, device, ranks, pages):
-    config = load_config(EngineConfig, "accelerator", [f"layout.mesh.tensor={ranks}"])
+    config = load_config(EngineConfig, "accelerator", [f"layout.mesh.tensor={ranks}", "prefill_tokens=512"])
     machine = Machine.build(load_config(ModelConfig, model), config, load_config(DeviceConfig, device))
     assert machine.pages == pytest.approx(pages, rel=0.04)
 

@@ -27,16 +27,11 @@ class HostTier:
         self._kept: OrderedDict[tuple[int, int], Node] = OrderedDict()  # longest unused first
         self._reading: set[tuple[int, int]] = set()
         self._written: set[tuple[int, int]] = set()
-        self._late: list[tuple[int, int]] = []  # dropped in the step that reads or writes them: free after it
 
     def begin(self) -> None:
         """A new step."""
-        if self._reading or self._written:
-            for group, slot in self._late:
-                self._free[group].append(slot)
-            self._late.clear()
-            self._reading.clear()
-            self._written.clear()
+        self._reading.clear()
+        self._written.clear()
 
     def readable(self, group: int, slot: int) -> bool:
         """Something is in the slot, and not only since this step."""
@@ -72,14 +67,10 @@ class HostTier:
         return slot, lost
 
     def drop(self, group: int, slot: int) -> None:
-        """Nobody needs what is in the slot."""
+        """Nobody needs what is in the slot. Never one that the plan in the making reads or writes."""
         del self._kept[group, slot]
         self.used -= self.page_bytes[group]
-        key = (group, slot)
-        if key in self._reading or key in self._written:
-            self._late.append(key)
-        else:
-            self._free[group].append(slot)
+        self._free[group].append(slot)
 
     def check(self, nodes: Sequence[Node]) -> None:
         """Asserts that slots and the nodes that have any agree."""
@@ -88,6 +79,5 @@ class HostTier:
         assert all(named[key] is node for key, node in self._kept.items())
         assert self.used == sum(self.page_bytes[g] for g, _ in self._kept) <= self.budget
         for g, free in enumerate(self._free):
-            late = [slot for group, slot in self._late if group == g]
             kept = [slot for group, slot in self._kept if group == g]
-            assert sorted(free + late + kept) == [*range(1, self.most[g] + 1)]
+            assert sorted(free + kept) == [*range(1, self.most[g] + 1)]
